@@ -1,0 +1,88 @@
+"""Drafters: one file a method, each with its config; this table is the only list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+from slipstream.config import from_dict, require_integer, unknown
+from slipstream.errors import SlipstreamError
+from slipstream.runtimes import Runtime
+from slipstream.request import Request
+from slipstream.types import Draft
+
+
+class Drafter(Protocol):
+    """Guesses; what it keeps per request follows the target's commit rule."""
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        """A draft each, of at most ``budgets[i]`` tokens (0: none wanted); may be shorter.
+
+        A draft depends on the request's tokens, its parameters and its noise alone, never on the
+        other requests. Called again without news it gives the same drafts.
+        """
+        ...
+
+    def release(self, request: Request) -> None:
+        """The request is over; called once or more, also for requests never seen."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a drafter may know of the model it drafts for.
+
+    load: a second model of the user's naming → (runtime, tokenizer).
+    """
+
+    tokenizer: Any
+    vocab_size: int
+    max_num_seqs: int
+    max_model_len: int
+    load: Callable[[str], tuple[Runtime, Any]]
+
+
+class DrafterConfig(Protocol):
+    """A method's own options: a frozen dataclass whose ``build`` makes the drafter."""
+
+    num_speculative_tokens: int
+
+    def build(self, target: Target) -> Drafter: ...
+
+
+_METHODS = {
+    "ngram": "slipstream.drafters.ngram:NgramConfig",
+    "draft_model": "slipstream.drafters.draft_model:DraftModelConfig",
+}
+METHODS = tuple(_METHODS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """A parsed ``speculative_config``. verification: "rejection" or "block", sampled drafts."""
+
+    method: str
+    drafter: DrafterConfig
+    verification: str = "rejection"
+
+
+def parse(values: Mapping[str, Any]) -> Speculation:
+    """Check a ``speculative_config`` before anything is loaded.
+
+    Raises SlipstreamError for an unknown method or key, or a value out of range.
+    """
+    options = dict(values)
+    method = options.pop("method", "draft_model" if "model" in options else None)
+    if method is None:
+        raise SlipstreamError(f"speculative_config needs a method: one of {', '.join(METHODS)}")
+    if method not in _METHODS:
+        raise unknown("speculative method", method, METHODS)
+    verification = options.pop("verification", "rejection")
+    if verification not in ("rejection", "block"):
+        raise unknown("verification", verification, ("rejection", "block"))
+    module, name = _METHODS[method].split(":")
+    config = from_dict(getattr(import_module(module), name), options, f"{method} option")
+    require_integer("num_speculative_tokens", config.num_speculative_tokens, 1)
+    return Speculation(method=method, drafter=config, verification=verification)

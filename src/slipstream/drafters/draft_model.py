@@ -1,0 +1,133 @@
+"""A smaller model of the same tokenizer drafts, token by token.
+
+Its cache follows the target's rule: known tokens are committed, guesses never. Each further guess
+is computed with the guesses before it as rows of the same step; rows are nearly free, and there is
+nothing to roll back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream import sampling
+from slipstream.config import require, unknown
+from slipstream.drafters import Target
+from slipstream.errors import SlipstreamError
+from slipstream.models.vocabulary import check_same_vocabulary
+from slipstream.runtimes import Runtime
+from slipstream.request import Request
+from slipstream.types import Draft, StepRows, chain
+
+_CHUNK = 512  # rows of a prefill step
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModelConfig:
+    """model: as for ``--model``. draft_sampling: "sampled" draws guesses from the draft model's
+    own distribution when the request samples, "greedy" always takes its most probable token."""
+
+    model: str
+    num_speculative_tokens: int = 4
+    draft_sampling: str = "sampled"
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.model, str) and bool(self.model), "model", self.model, "a model")
+        if self.draft_sampling not in ("sampled", "greedy"):
+            raise unknown("draft_sampling", self.draft_sampling, ("sampled", "greedy"))
+
+    def build(self, target: Target) -> DraftModelDrafter:
+        runtime, tokenizer = target.load(self.model)
+        check_same_vocabulary(target.tokenizer, tokenizer, self.model)
+        if runtime.vocab_size < target.vocab_size:
+            raise SlipstreamError(
+                f"draft model {self.model} has {runtime.vocab_size} embeddings for a tokenizer of "
+                f"{target.vocab_size} tokens: its checkpoint is incomplete"
+            )
+        return DraftModelDrafter(runtime, target, sampled=self.draft_sampling == "sampled")
+
+
+class DraftModelDrafter:
+    """sampled: draw guesses from the draft distribution, for requests that sample."""
+
+    def __init__(self, runtime: Runtime, target: Target, *, sampled: bool) -> None:
+        self._runtime = runtime
+        self._sampled = sampled
+        self._vocab_size = target.vocab_size
+        self._max_length = min(target.max_model_len, runtime.max_length)
+        self._cache = runtime.new_cache(target.max_num_seqs, self._max_length)
+        self._slots: dict[int, int] = {}
+
+    def release(self, request: Request) -> None:
+        slot = self._slots.pop(request.request_id, None)
+        if slot is not None:
+            self._cache.release(slot)
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
+        wanted = [
+            min(budget, self._max_length - len(request.tokens))
+            for request, budget in zip(requests, budgets, strict=True)
+        ]
+        for request, count in zip(requests, wanted, strict=True):
+            if count > 0:
+                self._prefill(request)
+        guesses: list[list[int]] = [[] for _ in requests]
+        probs: list[list[Tensor]] = [[] for _ in requests]
+        for depth in range(max(wanted)):
+            live = [i for i, count in enumerate(wanted) if count > depth]
+            logits = self._step([requests[i] for i in live], [guesses[i] for i in live])
+            for i, row in zip(live, logits, strict=True):
+                self._guess(requests[i], row, guesses[i], probs[i])
+        return [
+            chain(tokens, torch.stack(rows) if rows else None)
+            for tokens, rows in zip(guesses, probs, strict=True)
+        ]
+
+    def _prefill(self, request: Request) -> None:
+        """Give the request a slot; commit known tokens until one step takes the rest."""
+        if request.request_id not in self._slots:
+            self._slots[request.request_id] = self._cache.allocate()
+        slot = self._slots[request.request_id]
+        while len(request.tokens) - (start := self._cache.lengths[slot]) > _CHUNK:
+            rows = _rows(slot, request.tokens[start : start + _CHUNK], logit_rows=[])
+            self._cache.commit(self._runtime.step([rows], self._cache), [slot], [range(_CHUNK)])
+
+    def _step(self, requests: Sequence[Request], guesses: Sequence[Sequence[int]]) -> Tensor:
+        """[B, V]: logits after the guesses so far; all known tokens but the newest are committed."""
+        batch, kept = [], []
+        for request, guess in zip(requests, guesses, strict=True):
+            slot = self._slots[request.request_id]
+            known = request.tokens[self._cache.lengths[slot] :]
+            last = len(known) + len(guess) - 1
+            batch.append(_rows(slot, [*known, *guess], logit_rows=[last]))
+            kept.append(range(len(known) - 1))
+        output = self._runtime.step(batch, self._cache)
+        self._cache.commit(output, [rows.slot for rows in batch], kept)
+        return output.logits[:, : self._vocab_size]
+
+    def _guess(
+        self, request: Request, logits: Tensor, guesses: list[int], probs: list[Tensor]
+    ) -> None:
+        """Append the next guess, and the distribution that it was really drawn from."""
+        params = request.params
+        context = sampling.Context(
+            prompt=request.tokens[: request.prompt_length],
+            output=request.output,
+            suffixes=[guesses],
+            stop_ids=(),
+        )
+        if params.greedy or not self._sampled:
+            guesses.append(int(sampling.choose_greedy(logits[None], params, context)))
+            return
+        row = sampling.target_probs(logits[None], params, context)[0]
+        position = len(request.tokens) + len(guesses)
+        guesses.append(request.noise.sample_draft(row, position))
+        probs.append(row)
+
+
+def _rows(slot: int, tokens: Sequence[int], logit_rows: Sequence[int]) -> StepRows:
+    parents = range(-1, len(tokens) - 1)
+    return StepRows(slot=slot, tokens=tokens, parents=parents, logit_rows=logit_rows)

@@ -1,0 +1,273 @@
+"""The decode loop. It knows token ids only: no tokenizer, no transport."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from slipstream import sampling
+from slipstream.config import SamplingParams
+from slipstream.drafters import Drafter
+from slipstream.errors import SlipstreamError
+from slipstream.metrics import Clock, Metrics
+from slipstream.noise import Noise
+from slipstream.request import Request
+from slipstream.runtimes import Runtime
+from slipstream.scheduler import Scheduler
+from slipstream.types import (
+    ROOT,
+    Draft,
+    Logprob,
+    Origin,
+    StepOutput,
+    StepRows,
+    Verdict,
+)
+from slipstream.verify import block_verify, follow, rejection_sample
+
+Verifier = Callable[[Draft, Tensor, Noise, int], Verdict]
+VERIFIERS: dict[str, Verifier] = {"rejection": rejection_sample, "block": block_verify}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """max_num_seqs: requests in flight. max_model_len: tokens of prompt and output together.
+    num_speculative_tokens: K, the longest draft. prefill_chunk: prompt tokens a step takes.
+    verification: "rejection" or "block", for sampled drafts. logprobs_mode: as in vLLM.
+    vocab_size: ids that the tokenizer knows; padding of the matrices beyond them is never sampled.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: Sequence[int] = ()
+    max_num_seqs: int = 8
+    num_speculative_tokens: int = 0
+    prefill_chunk: int = 512
+    verification: str = "rejection"
+    logprobs_mode: str = "raw_logprobs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """A request's part of the step at hand: ``pending`` known tokens, then its draft."""
+
+    request: Request
+    pending: int
+    draft: Draft
+    rows: StepRows
+
+
+@dataclass(kw_only=True)
+class Engine:
+    """Speculative decoding of many requests over one target.
+
+    drafter: None for plain decoding, which is a draft of length 0 on the same path.
+    """
+
+    runtime: Runtime
+    config: EngineConfig
+    drafter: Drafter | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        self.cache = self.runtime.new_cache(self.config.max_num_seqs, self.config.max_model_len)
+        self.scheduler = Scheduler(self.cache)
+        self._next_id = 0
+
+    def add(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+        """Queue a prompt of token ids.
+
+        Raises SlipstreamError for an empty prompt, or one that leaves no room for an answer.
+        """
+        longest = self.config.max_model_len
+        if not prompt:
+            raise SlipstreamError("the prompt is empty: give at least one token")
+        if len(prompt) >= longest:
+            raise SlipstreamError(
+                f"the prompt has {len(prompt)} tokens, the context holds {longest} with the "
+                "answer: shorten it or raise --max-model-len"
+            )
+        if not all(0 <= token < self.config.vocab_size for token in prompt):
+            raise SlipstreamError(f"the prompt has ids outside 0 … {self.config.vocab_size - 1}")
+        params.check_vocabulary(self.config.vocab_size)
+        request = Request(
+            request_id=self._next_id,
+            prompt_length=len(prompt),
+            tokens=list(prompt),
+            params=params,
+            noise=Noise(params.seed),
+        )
+        self._next_id += 1
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """Drop a request; what it has so far stays on it."""
+        request.finish_reason = request.finish_reason or "abort"
+        self._release(request)
+
+    def step(self) -> list[Request]:
+        """One decode step; returns the requests that got tokens, finished ones included.
+
+        Nothing changes before verification is through: an error leaves every request as it was.
+        """
+        started = time.perf_counter()
+        batch = self.scheduler.schedule()
+        if not batch:
+            return []
+        plans = self._plan(batch)
+        drafted = time.perf_counter()
+        output = self.runtime.step([plan.rows for plan in plans], self.cache)
+        computed = time.perf_counter()
+        logits = self._split(plans, output.logits)
+        verdicts = [self._verify(*pair) for pair in zip(plans, logits, strict=True)]
+        self._commit(plans, verdicts, output)
+        changed = [
+            self._emit(plan, verdict, rows)
+            for plan, verdict, rows in zip(plans, verdicts, logits, strict=True)
+            if verdict is not None
+        ]
+        self.clock.add(drafted - started, computed - drafted, time.perf_counter() - computed)
+        return changed
+
+    def _plan(self, batch: Sequence[Request]) -> list[_Plan]:
+        """Draft for the requests whose next token is due; the others read on in their prompt."""
+        pending = [self.scheduler.pending(request) for request in batch]
+        chunk = self.config.prefill_chunk
+        due = [r for r, count in zip(batch, pending, strict=True) if count <= chunk]
+        drafts = dict(zip((r.request_id for r in due), self._propose(due), strict=True))
+        return [
+            self._rows(request, min(count, chunk), drafts.get(request.request_id))
+            for request, count in zip(batch, pending, strict=True)
+        ]
+
+    def _propose(self, requests: Sequence[Request]) -> list[Draft]:
+        budgets = [self._budget(request) for request in requests]
+        if self.drafter is None or not any(budgets):
+            return [Draft()] * len(requests)
+        drafts = self.drafter.propose(requests, budgets)
+        assert all(len(d) <= b for d, b in zip(drafts, budgets, strict=True))
+        return drafts
+
+    def _budget(self, request: Request) -> int:
+        """Tokens worth drafting: K, less where the request may end sooner."""
+        room = self.config.max_model_len - len(request.tokens)
+        if request.params.max_tokens is not None:
+            room = min(room, request.params.max_tokens - request.output_length)
+        return min(self.config.num_speculative_tokens, room - 1)
+
+    def _rows(self, request: Request, pending: int, draft: Draft | None) -> _Plan:
+        """draft: None if the newest token is not among the pending rows yet."""
+        assert request.slot is not None
+        start = self.cache.lengths[request.slot]
+        known = request.tokens[start : start + pending]
+        root = pending - 1
+        guess = draft or Draft()
+        rows = StepRows(
+            slot=request.slot,
+            tokens=[*known, *guess.tokens],
+            parents=[*range(-1, root), *(pending + p if p >= 0 else root for p in guess.parents)],
+            logit_rows=[] if draft is None else range(root, pending + len(guess)),
+        )
+        return _Plan(request=request, pending=pending, draft=guess, rows=rows)
+
+    def _split(self, plans: Sequence[_Plan], logits: Tensor) -> Sequence[Tensor]:
+        """[N, V] → a request each: [n + 1, V] of its newest and its drafted tokens, or [0, V]."""
+        return logits[:, : self.config.vocab_size].split([len(p.rows.logit_rows) for p in plans])
+
+    def _verify(self, plan: _Plan, logits: Tensor) -> Verdict | None:
+        request, draft = plan.request, plan.draft
+        if not len(logits):
+            return None
+        context = _context(request, draft, self.stop_ids(request.params))
+        if request.params.greedy:
+            chosen = sampling.choose_greedy(logits, request.params, context).tolist()
+            return follow(draft, chosen.__getitem__)
+        probs = sampling.target_probs(logits, request.params, context)
+        position = len(request.tokens)
+        if draft.draft_probs is not None:
+            verify = VERIFIERS[self.config.verification]
+            return verify(draft, probs, request.noise, position)
+
+        def choose(row: int) -> int:
+            return request.noise.sample(probs[row], position + len(context.suffixes[row]))
+
+        return follow(draft, choose)
+
+    def stop_ids(self, params: SamplingParams) -> list[int]:
+        """Tokens that end a request of these parameters."""
+        eos = [] if params.ignore_eos else self.config.eos_token_ids
+        return [*eos, *params.stop_token_ids]
+
+    def _commit(
+        self, plans: Sequence[_Plan], verdicts: Sequence[Verdict | None], output: StepOutput
+    ) -> None:
+        kept = [
+            [*range(plan.pending), *(plan.pending + node for node in verdict.path)]
+            if verdict
+            else range(plan.pending)
+            for plan, verdict in zip(plans, verdicts, strict=True)
+        ]
+        self.cache.commit(output, [plan.rows.slot for plan in plans], kept)
+
+    def _emit(self, plan: _Plan, verdict: Verdict, logits: Tensor) -> Request:
+        """Append the step's tokens, up to the one that ends the request."""
+        request, draft = plan.request, plan.draft
+        tokens = [*(draft.tokens[node] for node in verdict.path), verdict.next_token]
+        origins: list[Origin] = ["accepted"] * len(verdict.path) + [verdict.origin]
+        if request.params.logprobs is not None:
+            request.logprobs += self._logprobs(plan, verdict, logits, tokens)
+        before = request.output_length
+        for token, origin in zip(tokens, origins, strict=True):
+            request.tokens.append(token)
+            request.origins.append(origin)
+            if self._finished(request, token):
+                break
+        emitted = request.output_length - before
+        del request.logprobs[request.output_length :]
+        request.noise.step += 1
+        for metrics in (request.metrics, self.metrics):
+            metrics.observe(draft, verdict, emitted)
+        if request.finish_reason is not None:
+            self._release(request)
+        return request
+
+    def _finished(self, request: Request, token: int) -> bool:
+        params = request.params
+        if token in self.stop_ids(params):
+            request.finish_reason = "stop"
+            request.stop_reason = token if token in params.stop_token_ids else None
+        elif request.output_length == params.max_tokens:
+            request.finish_reason = "length"
+        elif len(request.tokens) == self.config.max_model_len:
+            request.finish_reason = "length"
+        return request.finish_reason is not None
+
+    def _logprobs(
+        self, plan: _Plan, verdict: Verdict, logits: Tensor, tokens: Sequence[int]
+    ) -> list[dict[int, Logprob]]:
+        request, params = plan.request, plan.request.params
+        if self.config.logprobs_mode == "processed_logprobs":
+            context = _context(request, plan.draft, self.stop_ids(params))
+            logits = sampling.adjust(logits, params, context)
+            logits = logits if params.greedy else sampling.truncate(logits, params)
+        path = logits[[0, *(node + 1 for node in verdict.path)]]
+        return sampling.logprobs_of(path, tokens, params.logprobs or 0)
+
+    def _release(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        if self.drafter is not None:
+            self.drafter.release(request)
+
+
+def _context(request: Request, draft: Draft, stop_ids: Sequence[int]) -> sampling.Context:
+    return sampling.Context(
+        prompt=request.tokens[: request.prompt_length],
+        output=request.output,
+        suffixes=[draft.suffix(node) for node in range(ROOT, len(draft))],
+        stop_ids=stop_ids,
+    )

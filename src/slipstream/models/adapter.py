@@ -1,0 +1,193 @@
+"""Any transformers decoder with softmax attention, run as a pure function.
+
+The model is loaded with an attention function of ours (transformers' public registry). Attention
+then runs in two parts under one softmax: over committed KV, which it reads, and over this step's
+new KV, which it hands back. transformers' own caches and masks are not used at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from slipstream.errors import SlipstreamError
+
+ATTENTION = "slipstream_two_part"
+
+
+@dataclass(kw_only=True)
+class StepContext:
+    """What attention needs to know of a step; travels through the model as a keyword argument.
+
+    past_keys, past_values: committed KV, a layer each, [B, kv_heads, T, D]; None for nothing.
+    lengths: [B] committed tokens. positions: [B, Q]. tree: [B, Q, Q] bool, who sees whom.
+    new_keys, new_values: filled layer by layer, [B, kv_heads, Q, D].
+    """
+
+    past_keys: Sequence[Tensor] | None
+    past_values: Sequence[Tensor] | None
+    lengths: Tensor
+    positions: Tensor
+    tree: Tensor
+    new_keys: dict[int, Tensor] = field(default_factory=dict)
+    new_values: dict[int, Tensor] = field(default_factory=dict)
+    _hidden: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def past(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Committed KV of a layer, [B, kv_heads, T, D]."""
+        if self.past_keys is None or self.past_values is None:
+            return key[:, :, :0], value[:, :, :0]
+        return self.past_keys[layer], self.past_values[layer]
+
+    def hidden(self, window: int | None, past: int) -> Tensor:
+        """[B, 1, 1, Q, T + Q] bool: what each row must not see; one for all layers of a window.
+
+        A row at position p sees positions above p - window, as transformers counts it.
+        """
+        if window not in self._hidden:
+            place = torch.arange(past, device=self.tree.device)
+            seen = (place < self.lengths[:, None, None]).expand(-1, self.tree.shape[1], -1)
+            tree = self.tree
+            if window is not None:
+                low = self.positions[:, :, None] - window  # [B, Q, 1]
+                seen = seen & (place > low)
+                tree = tree & (self.positions[:, None, :] > low)
+            self._hidden[window] = ~torch.cat([seen, tree], -1)[:, None, None]
+        return self._hidden[window]
+
+
+def two_part_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    slipstream_step: StepContext | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' registry calls it.
+
+    query: [B, heads, Q, D]; key, value: [B, kv_heads, Q, D] of this step's tokens; returns
+    [B, Q, heads, D]. softcap: c·tanh(x/c) on the scores. s_aux: [heads], a sink a head, which
+    takes part in the softmax and is then dropped.
+    """
+    step = slipstream_step
+    if step is None or position_bias is not None:
+        what = "does not hand keyword arguments on" if step is None else "adds a position bias"
+        raise SlipstreamError(f"{type(module).__name__} {what}: this architecture isn't supported")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    step.new_keys[layer], step.new_values[layer] = key, value
+    past_key, past_value = step.past(layer, key, value)
+    batch, heads, rows, dim = query.shape
+    kv_heads, past = key.shape[1], past_key.shape[2]
+    groups = heads // kv_heads
+    query = (query * (dim**-0.5 if scaling is None else scaling)).reshape(
+        batch, kv_heads, groups * rows, dim
+    )
+    scores = torch.cat([query @ past_key.transpose(2, 3), query @ key.transpose(2, 3)], -1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.view(batch, kv_heads, groups, rows, past + rows)
+    hidden = step.hidden(sliding_window, past)
+    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    if s_aux is not None:
+        sinks = s_aux.to(scores.dtype).view(1, kv_heads, groups, 1, 1)
+        scores = torch.cat([scores, sinks.expand(batch, -1, -1, rows, -1)], -1)
+    weights = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)
+    weights = weights.view(batch, kv_heads, groups * rows, -1)
+    out = weights[..., :past] @ past_value + weights[..., past : past + rows] @ value
+    return out.view(batch, heads, rows, -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, two_part_attention)
+_SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "attention")
+
+
+def check_config(config: Any, name: str) -> None:
+    """Raise if the architecture can't run as a functional step; reads the configuration only."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise SlipstreamError(
+            f"{name} is an encoder-decoder model ({config.model_type}): slipstream runs decoder-only "
+            "models; choose one"
+        )
+    kinds = list(
+        getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    )
+    foreign = [f"{i} ({kind})" for i, kind in enumerate(kinds) if kind not in _SOFTMAX_LAYERS]
+    if foreign:
+        shown = ", ".join(foreign[:4]) + (", …" if len(foreign) > 4 else "")
+        raise SlipstreamError(
+            f"{name} ({config.model_type}) has layers that aren't softmax attention: {shown}; their "
+            "state can't be branched yet; choose a model with attention in every layer"
+        )
+
+
+def check_model(model: Any, name: str) -> None:
+    """Raise if a model class keeps a state of its own or bypasses the attention registry."""
+    kind = model.config.model_type
+    if getattr(model, "_is_stateful", False):
+        layers = sorted({type(m).__name__ for m in model.modules() if _is_recurrent(m)})
+        raise SlipstreamError(
+            f"{name} ({kind}) has recurrent layers ({', '.join(layers)}): their state can't be "
+            "branched yet; choose a model with attention in every layer"
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise SlipstreamError(
+            f"{name} ({kind}) computes attention outside transformers' attention registry: this "
+            "architecture isn't supported"
+        )
+
+
+def _is_recurrent(module: torch.nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    endings = ("mixer", "recurrentblock", "deltanet", "lstmlayer", "selfattention", "shortconv")
+    return name.endswith(endings)
+
+
+class FunctionalModel:
+    """A causal language model as ``forward(tokens, context, rows) → logits``.
+
+    The model must have been loaded with ``attn_implementation=ATTENTION``.
+    """
+
+    def __init__(self, model: Any, name: str) -> None:
+        check_model(model, name)
+        self.model = model.eval()
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self._rows: tuple[Tensor, Tensor] | None = None
+        head = model.get_output_embeddings()
+        head.register_forward_pre_hook(self._select_rows)
+
+    def _select_rows(self, _: torch.nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        """Before the head: [B, Q, hidden] → [1, N, hidden], the rows asked for."""
+        assert self._rows is not None
+        batch, row = self._rows
+        return (args[0][batch, row].unsqueeze(0),)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, context: StepContext, rows: tuple[Tensor, Tensor]) -> Tensor:
+        """tokens: [B, Q]. rows: the batch and row index of each of N rows. Returns [N, V]."""
+        self._rows = rows
+        try:
+            output = self.model(
+                input_ids=tokens,
+                position_ids=context.positions,
+                use_cache=False,
+                slipstream_step=context,
+            )
+        finally:
+            self._rows = None
+        logits: Tensor = output.logits[0]
+        return logits if logits.dtype == torch.float64 else logits.float()

@@ -1,0 +1,27 @@
+"""A runtime computes the functional step. This is the whole of what the engine asks of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from slipstream.cache import Cache
+from slipstream.types import StepOutput, StepRows
+
+
+class Runtime(Protocol):
+    """``step`` is a pure function: it reads committed KV and changes nothing.
+
+    vocab_size: width of the logits. max_length: tokens of context the model was made for.
+    """
+
+    vocab_size: int
+    max_length: int
+
+    def new_cache(self, slots: int, max_length: int) -> Cache:
+        """An empty cache of this model's layers."""
+        ...
+
+    def step(self, batch: Sequence[StepRows], cache: Cache) -> StepOutput:
+        """One forward pass over the rows of every request, each under its own tree mask."""
+        ...

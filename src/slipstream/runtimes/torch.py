@@ -1,0 +1,176 @@
+"""The functional step on PyTorch, eager: GPUs, and the reference on CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from slipstream import tree
+from slipstream.cache import Cache, LayerShape
+from slipstream.errors import SlipstreamError
+from slipstream.models.adapter import (
+    ATTENTION,
+    FunctionalModel,
+    StepContext,
+    check_config,
+    check_model,
+)
+from slipstream.types import StepOutput, StepRows
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SKINNY_ROWS = 32  # up to here W·xᵀ beats x·Wᵀ on CPUs (docs/decisions.md)
+
+
+class TorchRuntime:
+    """A transformers model behind the ``Runtime`` protocol."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        self.name = name
+        self._model = FunctionalModel(model, name)
+        config = model.config.get_text_config()
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.max_length: int = getattr(config, "max_position_embeddings", None) or 2**20
+        self._layer_count: int = config.num_hidden_layers
+        if self._model.device.type == "cpu":
+            _transpose_products(model)
+        self._layers = self._probe()
+
+    def new_cache(self, slots: int, max_length: int) -> Cache:
+        return Cache(
+            self._layers,
+            slots=slots,
+            max_length=max_length,
+            dtype=self._model.dtype,
+            device=self._model.device,
+        )
+
+    def step(self, batch: Sequence[StepRows], cache: Cache) -> StepOutput:
+        slots = [rows.slot for rows in batch]
+        keys, values = cache.view(slots)
+        return self._run(batch, [cache.lengths[slot] for slot in slots], keys, values)
+
+    def _run(
+        self,
+        batch: Sequence[StepRows],
+        lengths: Sequence[int],
+        keys: Sequence[Tensor] | None,
+        values: Sequence[Tensor] | None,
+    ) -> StepOutput:
+        width = max(len(rows.tokens) for rows in batch)
+        tokens = np.zeros((len(batch), width), dtype=np.int64)
+        positions = np.zeros((len(batch), width), dtype=np.int64)
+        mask = np.zeros((len(batch), width, width), dtype=bool)
+        mask[:] = np.eye(width, dtype=bool)  # a padded row sees itself: a softmax needs something
+        for b, rows in enumerate(batch):
+            count = len(rows.tokens)
+            tokens[b, :count] = rows.tokens
+            positions[b, :count] = lengths[b] + tree.depths(rows.parents)
+            mask[b, :count, :count] = tree.ancestors(rows.parents)
+        wanted = [(b, row) for b, rows in enumerate(batch) for row in rows.logit_rows]
+        context = StepContext(
+            past_keys=keys,
+            past_values=values,
+            lengths=self._tensor(lengths),
+            positions=self._tensor(positions),
+            tree=self._tensor(mask),
+        )
+        picked = self._tensor(np.array(wanted, dtype=np.int64).reshape(-1, 2)).T
+        logits = self._model.forward(self._tensor(tokens), context, (picked[0], picked[1]))
+        order = range(self._layer_count)
+        return StepOutput(
+            logits=logits,
+            keys=[context.new_keys[i] for i in order],
+            values=[context.new_values[i] for i in order],
+        )
+
+    def _tensor(self, data: Any) -> Tensor:
+        return torch.as_tensor(data, device=self._model.device)
+
+    def _probe(self) -> list[LayerShape]:
+        """Learn the KV shapes from a forward pass of one token over nothing committed."""
+        rows = StepRows(slot=0, tokens=[0], parents=[-1], logit_rows=[])
+        try:
+            out = self._run([rows], [0], None, None)
+        except KeyError as missing:
+            raise SlipstreamError(
+                f"{self.name}: layer {missing} never called attention: this architecture isn't "
+                "supported"
+            ) from None
+        return [
+            LayerShape(kv_heads=k.shape[1], key_dim=k.shape[3], value_dim=v.shape[3])
+            for k, v in zip(out.keys, out.values, strict=True)
+        ]
+
+
+def load(folder: Path, *, name: str, dtype: str, device: str) -> TorchRuntime:
+    """Load a transformers checkpoint folder.
+
+    dtype: a key of ``DTYPES``, or "auto": float32 on CPUs, the checkpoint's own on GPUs.
+    device: "cpu", "cuda", "cuda:1" …, or "auto": the first GPU if there is one.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    place = _device(device)
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        check_config(config, name)
+        with torch.device("meta"):  # the class tells, before any weight is read
+            check_model(AutoModelForCausalLM.from_config(config), name)
+        chosen: Any = torch.float32 if place.type == "cpu" else "auto"
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=chosen if dtype == "auto" else DTYPES[dtype],
+            attn_implementation=ATTENTION,
+            device_map=None,
+        )
+    except SlipstreamError:
+        raise
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise SlipstreamError(f"{name}: transformers can't load {folder}: {reason}") from error
+    return TorchRuntime(model.to(place), name)
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise SlipstreamError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:N") from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise SlipstreamError(f"device {device} asked for, but torch sees no GPU: use --device cpu")
+    return place
+
+
+def _transpose_products(model: nn.Module) -> None:
+    """On CPUs compute the few rows of a step as (W·xᵀ)ᵀ: x·Wᵀ would cost a step a row."""
+    for module in model.modules():
+        if type(module) is nn.Linear and module.weight.dtype == torch.float32:
+            module.forward = _SkinnyLinear(module)  # type: ignore[method-assign]
+
+
+class _SkinnyLinear:
+    def __init__(self, linear: nn.Linear) -> None:
+        self._linear = linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., K] → [..., N]."""
+        weight, bias = self._linear.weight, self._linear.bias
+        rows = x.reshape(-1, x.shape[-1])
+        if len(rows) > _SKINNY_ROWS:
+            return nn.functional.linear(x, weight, bias)
+        if len(rows) == 1:  # two equal columns: a product with one column is the slower one
+            product = torch.mm(weight, rows.T.expand(-1, 2))[:, :1].T
+        else:
+            product = torch.mm(weight, rows.T).T
+        product = product if bias is None else product + bias
+        return product.reshape(*x.shape[:-1], weight.shape[0])

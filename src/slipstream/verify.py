@@ -1,0 +1,118 @@
+"""Verification: which part of a draft stands, and which token comes next.
+
+Glossary: *target_probs* and *draft_probs* are distributions after temperature, truncation and
+penalties. A draft token is *accepted* or *rejected*; the token emitted at the first rejection is
+*recovered* from the residual; after a path accepted to its end comes a *bonus* token.
+Row 0 of ``target_probs`` belongs to the newest token, row i + 1 to draft token i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slipstream.noise import Noise
+from slipstream.types import ROOT, Draft, Origin, Verdict
+
+
+def follow(draft: Draft, choose: Callable[[int], int]) -> Verdict:
+    """Walk down a deterministic draft for as long as it holds the target's own choice.
+
+    choose: row → the target's token there: the argmax when greedy, a sample of its distribution
+        otherwise; asked once for each row on the path.
+
+    Exact because every token emitted is the target's own; equal to rejection sampling with a
+    one-hot draft distribution (accept with p(x), else p without x, renormalised).
+    """
+    path: list[int] = []
+    node = ROOT
+    while True:
+        token = choose(node + 1)
+        children = draft.children(node)
+        match = next((child for child in children if draft.tokens[child] == token), None)
+        if match is None:
+            return Verdict(path=path, next_token=token, origin=_origin(draft, children))
+        path.append(match)
+        node = match
+
+
+def rejection_sample(draft: Draft, target_probs: Tensor, noise: Noise, position: int) -> Verdict:
+    """Modified rejection sampling on a tree of sampled tokens.
+
+    Chains: Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (2302.01318). Siblings:
+    recursive rejection sampling, Jeon et al. 2024 (2402.14160) and Sequoia (2402.12374).
+
+    target_probs: [n + 1, V].
+    position: of the first token after the newest one.
+    """
+    assert draft.draft_probs is not None
+    path: list[int] = []
+    node = ROOT
+    while True:
+        children = draft.children(node)
+        remaining = target_probs[node + 1]
+        here = position + len(path)
+        for sibling, child in enumerate(children):
+            token, draft_probs = draft.tokens[child], draft.draft_probs[child]
+            if noise.accept(float(remaining[token] / draft_probs[token]), here, sibling):
+                path.append(child)
+                node = child
+                break
+            remaining = residual(remaining, draft_probs)
+        else:
+            token = noise.sample(remaining, here)
+            return Verdict(path=path, next_token=token, origin=_origin(draft, children))
+
+
+def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """norm(max(target_probs - draft_probs, 0)), [V]: what the draft did not cover.
+
+    Where nothing is left (two equal distributions, a rejection by rounding) the target's own.
+    """
+    rest = (target_probs - draft_probs).clamp_min(0)
+    total = rest.sum()
+    return rest / total if total > 0 else target_probs
+
+
+def block_verify(draft: Draft, target_probs: Tensor, noise: Noise, position: int) -> Verdict:
+    """Block verification of a sampled chain: accepts as much as rejection sampling, or more.
+
+    Sun et al. 2024 (arXiv 2403.10444), Algorithm 2. With p_0 = 1 and
+    p_i = min(p_{i-1} · target(x_i) / draft(x_i), 1), the *largest* i that passes its test counts:
+    a failure in between does not stop the search.
+
+    target_probs: [n + 1, V]. position: of the first token after the newest one.
+    """
+    assert draft.is_chain
+    assert draft.draft_probs is not None
+    weight, length, kept = 1.0, 0, 1.0
+    for i, token in enumerate(draft.tokens):
+        ratio = target_probs[i, token] / draft.draft_probs[i, token]
+        weight = min(weight * float(ratio), 1.0)
+        if noise.accept(_block_chance(draft, target_probs, i + 1, weight), position + i):
+            length, kept = i + 1, weight
+    if length == len(draft):
+        rest = target_probs[length]
+    else:
+        rest = residual(kept * target_probs[length], draft.draft_probs[length])
+    origin = _origin(draft, draft.children(length - 1))
+    token = noise.sample(rest, position + length)
+    return Verdict(path=range(length), next_token=token, origin=origin)
+
+
+def _block_chance(draft: Draft, target_probs: Tensor, i: int, weight: float) -> float:
+    """h_i of the paper: the chance that a block of i tokens is long enough."""
+    if i == len(draft):
+        return weight
+    assert draft.draft_probs is not None
+    excess = (weight * target_probs[i] - draft.draft_probs[i]).clamp_min(0)
+    gain = float(torch.sum(excess))
+    return gain / (gain + 1 - weight) if gain > 0 else 0.0
+
+
+def _origin(draft: Draft, untaken: list[int]) -> Origin:
+    if not draft:
+        return "plain"
+    return "recovered" if untaken else "bonus"
