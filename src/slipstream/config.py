@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any, TypeVar
 
 from slipstream.errors import SlipstreamError
@@ -17,10 +17,13 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 def from_dict(cls: type[T], values: Mapping[str, Any], what: str) -> T:
     """Build a config dataclass from a user's dictionary; ``what`` names it in errors."""
-    known = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     for key in values:
-        if key not in known:
-            raise unknown(f"{what} key", key, known)
+        if key not in fields:
+            raise unknown(what, key, tuple(fields))
+    for name, f in fields.items():
+        if name not in values and f.default is MISSING and f.default_factory is MISSING:
+            raise SlipstreamError(f"{what} {name!r} is missing: give one")
     return cls(**values)
 
 

@@ -65,6 +65,8 @@ class Engine:
     """Speculative decoding of many requests over one target.
 
     drafter: None for plain decoding, which is a draft of length 0 on the same path.
+    on_verdict: is shown each sampled draft, the target distributions [n + 1, V] it was verified
+        against and the verdict (proofs and tests).
     """
 
     runtime: Runtime
@@ -72,6 +74,7 @@ class Engine:
     drafter: Drafter | None = None
     metrics: Metrics = field(default_factory=Metrics)
     clock: Clock = field(default_factory=Clock)
+    on_verdict: Callable[[Draft, Tensor, Verdict], None] | None = None
 
     def __post_init__(self) -> None:
         self.cache = self.runtime.new_cache(self.config.max_num_seqs, self.config.max_model_len)
@@ -108,6 +111,13 @@ class Engine:
     def abort(self, request: Request) -> None:
         """Drop a request; what it has so far stays on it."""
         request.finish_reason = request.finish_reason or "abort"
+        self._release(request)
+
+    def stop(self, request: Request, length: int, reason: str) -> None:
+        """End a request after ``length`` output tokens, as a stop string found in its text asks."""
+        del request.tokens[request.prompt_length + length :]
+        del request.origins[length:], request.logprobs[length:]
+        request.finish_reason, request.stop_reason = "stop", reason
         self._release(request)
 
     def step(self) -> list[Request]:
@@ -188,13 +198,19 @@ class Engine:
             chosen = sampling.choose_greedy(logits, request.params, context).tolist()
             return follow(draft, chosen.__getitem__)
         probs = sampling.target_probs(logits, request.params, context)
+        verdict = self._verify_sampled(request, draft, probs)
+        if self.on_verdict is not None:
+            self.on_verdict(draft, probs, verdict)
+        return verdict
+
+    def _verify_sampled(self, request: Request, draft: Draft, probs: Tensor) -> Verdict:
         position = len(request.tokens)
         if draft.draft_probs is not None:
             verify = VERIFIERS[self.config.verification]
             return verify(draft, probs, request.noise, position)
 
         def choose(row: int) -> int:
-            return request.noise.sample(probs[row], position + len(context.suffixes[row]))
+            return request.noise.sample(probs[row], position + len(draft.suffix(row - 1)))
 
         return follow(draft, choose)
 
@@ -218,7 +234,7 @@ class Engine:
         """Append the step's tokens, up to the one that ends the request."""
         request, draft = plan.request, plan.draft
         tokens = [*(draft.tokens[node] for node in verdict.path), verdict.next_token]
-        origins: list[Origin] = ["accepted"] * len(verdict.path) + [verdict.origin]
+        origins: list[Origin] = [*(["accepted"] * len(verdict.path)), verdict.origin]  # type: ignore[list-item]
         if request.params.logprobs is not None:
             request.logprobs += self._logprobs(plan, verdict, logits, tokens)
         before = request.output_length
@@ -238,12 +254,11 @@ class Engine:
 
     def _finished(self, request: Request, token: int) -> bool:
         params = request.params
+        full = len(request.tokens) == self.config.max_model_len
         if token in self.stop_ids(params):
             request.finish_reason = "stop"
             request.stop_reason = token if token in params.stop_token_ids else None
-        elif request.output_length == params.max_tokens:
-            request.finish_reason = "length"
-        elif len(request.tokens) == self.config.max_model_len:
+        elif params.max_tokens == request.output_length or full:
             request.finish_reason = "length"
         return request.finish_reason is not None
 

@@ -15,6 +15,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"expert_count": 8}, "mixture of experts"),
     ({"block_count": None}, "llama.block_count is missing"),
     ({"block_count": 3}, "9 tensors are missing"),
+    ({"block_count": 2**31}, "2147483648 layers"),
     ({"block_count": 1}, "isn't part of a llama model"),
     ({"embedding_length": 128}, "has shape"),
     ({"rope__dimension_count": 32}, "rope.dimension_count is 32"),

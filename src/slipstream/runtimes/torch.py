@@ -33,6 +33,7 @@ class TorchRuntime:
         self.name = name
         self._model = FunctionalModel(model, name)
         config = model.config.get_text_config()
+        self.dtype: torch.dtype = model.dtype
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 2**20
         self._layer_count: int = config.num_hidden_layers
@@ -155,7 +156,7 @@ def _transpose_products(model: nn.Module) -> None:
     """On CPUs compute the few rows of a step as (W·xᵀ)ᵀ: x·Wᵀ would cost a step a row."""
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.dtype == torch.float32:
-            module.forward = _SkinnyLinear(module)  # type: ignore[method-assign]
+            module.forward = _SkinnyLinear(module)  # type: ignore[assignment,method-assign]
 
 
 class _SkinnyLinear:

@@ -1,0 +1,29 @@
+# make demo: from nothing to the comparison. make test: everything CI runs.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+DEMO_PROMPT ?= Repeat the following text word for word, then say in one sentence what it is about. \
+The lighthouse keeper climbed the stairs every evening at six. The lighthouse keeper lit the lamp, \
+wrote the weather in the log, and watched the ships until midnight.
+
+.PHONY: demo test check clean
+
+demo: $(READY)
+	$(BIN)/slipstream generate --compare --method ngram --max-tokens 96 "$(DEMO_PROMPT)"
+
+test: check
+	$(BIN)/pytest -m model
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -m "not model"
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,211 @@
+"""What the subcommands do: options in, one of the library's functions, something to look at out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import SamplingParams, require_integer
+from slipstream.errors import SlipstreamError
+
+EXIT_OK, EXIT_FAULT, EXIT_INTERRUPTED = 0, 1, 130
+DEFAULT_METHOD = "ngram"
+
+
+def pull(args: Namespace) -> int:
+    from slipstream.models.sources import resolve
+
+    print(resolve(args.model))
+    return EXIT_OK
+
+
+def generate(args: Namespace) -> int:
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if not prompt.strip():
+        raise SlipstreamError("the prompt is empty: give some text")
+    params, config = _sampling_params(args), _speculative_config(args)
+    if args.compare and config is None:
+        raise SlipstreamError("--compare needs a drafter: leave --method none out")
+    if args.raw and args.system is not None:
+        raise SlipstreamError("--system is part of the chat template: leave --raw out")
+    from slipstream import show
+
+    llm = _llm(args, config)
+    given = prompt if args.raw else _conversation(args.system, prompt)
+    method = config["method"] if config else "none"
+    if args.compare:
+        return _compare(llm, method, given, params, args.json)
+    out, err = show.consoles()
+    run, interrupted = _stream(llm, given, params)
+    err.print(show.summary(run))
+    if args.json:
+        from slipstream.compare import run_dict
+
+        figures = {"model": args.model, "method": method} | run_dict(run) | run.metrics.as_dict()
+        out.print(json.dumps(figures), markup=False)
+    return EXIT_INTERRUPTED if interrupted else EXIT_OK
+
+
+def _compare(llm: Any, method: str, prompt: Any, params: SamplingParams, as_json: bool) -> int:
+    from slipstream import show
+    from slipstream.compare import compare
+
+    out, err = show.consoles()
+    shown = ""
+
+    def on_piece(run: str, piece: Any) -> None:
+        nonlocal shown
+        if run != shown:
+            out.print(f"\n── {run} " if shown else f"── {run} ")
+            shown = run
+        show.piece(out, piece)
+
+    found = compare(llm, method, prompt, params, on_piece)
+    out.print()
+    show.comparison(err, found)
+    if out.is_terminal:
+        out.print(show.LEGEND)
+    if as_json:
+        print(json.dumps(found.as_dict()))
+    return EXIT_FAULT if found.mismatch and found.mismatch.kind == "fault" else EXIT_OK
+
+
+def chat(args: Namespace) -> int:
+    params, config = _sampling_params(args), _speculative_config(args)
+    from slipstream import show
+
+    llm = _llm(args, config)
+    out, err = show.consoles()
+    messages = [] if args.system is None else [{"role": "system", "content": args.system}]
+    err.print("Ctrl-C cuts an answer short, Ctrl-D ends.")
+    while True:
+        try:
+            line = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            out.print()
+            return EXIT_OK
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        run, _ = _stream(llm, messages, params)
+        err.print(show.summary(run), style="dim")
+        messages.append({"role": "assistant", "content": run.outputs[0].text})
+
+
+def verify(args: Namespace) -> int:
+    from slipstream.prompts import BUILT_IN, read_prompts
+
+    config = _speculative_config(args)
+    if config is None:
+        raise SlipstreamError("verify needs a drafter: leave --method none out")
+    for name, least in (("num_prompts", 1), ("max_tokens", 1), ("repeats", 1)):
+        require_integer("--" + name.replace("_", "-"), getattr(args, name), least)
+    params = SamplingParams(
+        temperature=args.temperature or 1.0,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        max_tokens=args.max_tokens,
+    )
+    prompts = read_prompts(Path(args.prompts)) if args.prompts else list(BUILT_IN)
+    llm = _llm(args, config)
+    from slipstream.proof.run import prove
+
+    repeats = 0 if args.greedy_only else args.repeats
+    proof = prove(llm, config["method"], prompts[: args.num_prompts], params, repeats=repeats)
+    from slipstream import show
+
+    out, _ = show.consoles()
+    show.proof(out, proof)
+    if args.json:
+        print(json.dumps(proof.as_dict()))
+    return EXIT_OK if proof.passed else EXIT_FAULT
+
+
+def _llm(args: Namespace, config: dict[str, Any] | None) -> Any:
+    from slipstream.llm import LLM
+
+    return LLM(
+        args.model,
+        speculative_config=config,
+        dtype=args.dtype,
+        device=args.device,
+        max_model_len=args.max_model_len,
+    )
+
+
+def _stream(llm: Any, prompt: Any, params: SamplingParams) -> tuple[Any, bool]:
+    """Print an answer as it comes; (RequestOutput, whether Ctrl-C cut it short)."""
+    from slipstream import show
+    from slipstream.stream import Stream
+
+    out, _ = show.consoles()
+    stream: Stream = llm.stream(prompt, params)
+    interrupted = False
+    try:
+        for piece in stream:
+            show.piece(out, piece)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        stream.close()
+    out.print()
+    return stream.output(), interrupted
+
+
+def _conversation(system: str | None, prompt: str) -> list[dict[str, str]]:
+    head = [] if system is None else [{"role": "system", "content": system}]
+    return [*head, {"role": "user", "content": prompt}]
+
+
+def _sampling_params(args: Namespace) -> SamplingParams:
+    names = [f.name for f in dataclasses.fields(SamplingParams)]
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    given["logit_bias"] = _token_ids(args.logit_bias)
+    return SamplingParams(**given)
+
+
+def _token_ids(bias: dict[str, Any]) -> dict[int, Any]:
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError:
+        raise SlipstreamError(
+            f"--logit-bias maps token ids to numbers, got {json.dumps(bias)}"
+        ) from None
+
+
+def _speculative_config(args: Namespace) -> dict[str, Any] | None:
+    """The options of the command line as one ``speculative_config``; None for plain decoding."""
+    config: dict[str, Any] = {}
+    if args.speculative_config is not None:
+        try:
+            config = json.loads(args.speculative_config)
+        except json.JSONDecodeError as error:
+            raise SlipstreamError(f"--speculative-config is not JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise SlipstreamError("--speculative-config must be a JSON object")
+    for key, value in (
+        ("method", args.method),
+        ("model", args.draft_model),
+        ("num_speculative_tokens", args.num_speculative_tokens),
+    ):
+        if value is None:
+            continue
+        if config.get(key, value) != value:
+            raise SlipstreamError(
+                f"--speculative-config says {key} {config[key]!r}, another option {value!r}: "
+                "give one of them"
+            )
+        config[key] = value
+    if config.get("method") == "none":
+        if len(config) > 1:
+            raise SlipstreamError("--method none takes no other speculation option: leave them out")
+        return None
+    config.setdefault("method", "draft_model" if "model" in config else DEFAULT_METHOD)
+    from slipstream.drafters import parse
+
+    parse(config)
+    return config

@@ -1,0 +1,1 @@
+"""Where models come from, and how transformers runs one as a functional step."""

@@ -1,0 +1,75 @@
+"""From a user's model name to something that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import unknown
+from slipstream.errors import SlipstreamError
+from slipstream.models.sources import resolve
+from slipstream.models.vocabulary import vocabulary_size
+from slipstream.runtimes import Runtime
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """vocab_size: ids that the tokenizer knows. eos_token_ids: tokens that end an answer."""
+
+    name: str
+    runtime: Runtime
+    tokenizer: Any
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+def load(
+    model: str, *, dtype: str, device: str, notify: Callable[[str], None] | None = None
+) -> LoadedModel:
+    """Load a hub id, a folder, a GGUF file or a built-in name, fetching what is missing.
+
+    notify: told in a line what takes time. Raises SlipstreamError naming what is wrong.
+    """
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    folder = resolve(model, notify=notify) if notify else resolve(model)
+    from slipstream.runtimes.torch import load as load_torch  # heavy: after the cheap errors
+
+    tokenizer = _tokenizer(folder, model)
+    runtime = load_torch(folder, name=model, dtype=dtype, device=device)
+    vocab_size = min(vocabulary_size(tokenizer), runtime.vocab_size)
+    return LoadedModel(
+        name=model,
+        runtime=runtime,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        eos_token_ids=_eos_token_ids(folder, tokenizer),
+    )
+
+
+def _tokenizer(folder: Path, model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise SlipstreamError(
+            f"{model}: the tokenizer in {folder} can't be read: {error}"
+        ) from error
+
+
+def _eos_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """The generation config's ids, and the tokenizer's own."""
+    from transformers import GenerationConfig
+
+    ids: set[int] = set()
+    if (folder / "generation_config.json").is_file():
+        given = GenerationConfig.from_pretrained(folder).eos_token_id
+        ids.update([given] if isinstance(given, int) else given or [])
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(ids))

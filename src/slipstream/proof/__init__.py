@@ -1,0 +1,1 @@
+"""Proofs that speculation changes nothing, run on the user's own target and drafter."""

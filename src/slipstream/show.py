@@ -1,0 +1,145 @@
+"""What a person sees: tinted text, a diff, tables, progress."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.metrics import Metrics
+from slipstream.stream import RequestOutput, tokens_per_second
+from slipstream.text import Piece
+
+if TYPE_CHECKING:
+    from slipstream.compare import Comparison
+    from slipstream.proof.identity import Mismatch
+    from slipstream.proof.run import Proof
+
+TINT = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "plain": ""}
+LEGEND = "[green]accepted draft[/] · [yellow]recovered[/] · [cyan]bonus[/]"
+
+
+def consoles() -> tuple[Console, Console]:
+    """(out, err): text goes to stdout; what accompanies it too on a terminal, else to stderr."""
+    out = Console(highlight=False, soft_wrap=True)
+    return out, out if out.is_terminal else Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def piece(out: Console, item: Piece) -> None:
+    """Print text as it comes, tinted by origin on a terminal."""
+    if out.is_terminal:
+        out.print(Text(item.text, style=TINT[item.origin]), end="")
+    else:
+        sys.stdout.write(item.text)
+        sys.stdout.flush()
+
+
+def summary(run: RequestOutput) -> str:
+    tokens = len(run.outputs[0].token_ids)
+    speed = f"{tokens_per_second(run):.1f} tokens/s"
+    return f"{speed} · {speculation(run.metrics)} · {tokens} tokens in {run.seconds:.1f} s"
+
+
+def speculation(metrics: Metrics) -> str:
+    """τ and acceptance in a line."""
+    by_position = " ".join(f"{a:.2f}" for a in metrics.acceptance_by_position)
+    rate = f"acceptance {metrics.acceptance_rate:.0%}" if metrics.drafted else "nothing drafted"
+    positions = f" (by position {by_position})" if by_position else ""
+    return f"τ {metrics.mean_tokens_per_step:.2f} · {rate}{positions}"
+
+
+def comparison(err: Console, found: Comparison) -> None:
+    """Both speeds, and whether the texts are the same."""
+    table = Table(title=f"{found.model}: plain against {found.method}", title_justify="left")
+    for column in ("", "tokens/s", "tokens", "seconds", "τ", "acceptance"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, run in (("plain", found.plain), (found.method, found.speculative)):
+        metrics = run.metrics
+        table.add_row(
+            name,
+            f"{tokens_per_second(run):.2f}",
+            str(len(run.outputs[0].token_ids)),
+            f"{run.seconds:.2f}",
+            f"{metrics.mean_tokens_per_step:.2f}",
+            f"{metrics.acceptance_rate:.0%}" if metrics.drafted else "–",
+        )
+    err.print(table)
+    plain, other = found.plain.outputs[0].text, found.speculative.outputs[0].text
+    verdict = f"identical, all {len(plain)} characters" if found.identical else "different"
+    err.print(f"text: {verdict} · speedup {found.speedup:.2f}×")
+    if not found.identical:
+        err.print(diff(plain, other))
+        if found.mismatch is None:
+            err.print("sampled: the texts share a distribution; each is as likely as the other")
+        else:
+            err.print(mismatch(found.mismatch))
+
+
+def diff(plain: str, other: str) -> Text:
+    """A character diff: [-only plain-], {+only speculative+}, red and green on a terminal."""
+    text = Text()
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, plain, other, False).get_opcodes():
+        if kind == "equal":
+            same = plain[a:b]
+            text.append(same if len(same) <= 80 else f"{same[:40]} … {same[-40:]}")
+            continue
+        if a != b:
+            text.append(f"[-{plain[a:b]}-]", style="red")
+        if c != d:
+            text.append(f"{{+{other[c:d]}+}}", style="green")
+    return text
+
+
+def mismatch(found: Mismatch) -> str:
+    return (
+        f"{found.kind} at output token {found.position}: {found.plain_token} plain, "
+        f"{found.other_token} speculative, logit gap {found.gap:.2g}"
+    )
+
+
+def proof(out: Console, found: Proof) -> None:
+    """The proof as a table of tests and a verdict."""
+    same = found.prompts - len(found.mismatches)
+    near = len(found.mismatches) - found.faults
+    table = Table(title=f"{found.model} with {found.method}", title_justify="left")
+    for column in ("test", "samples", "result", "p", ""):
+        table.add_column(column, justify="left" if column in ("test", "") else "right")
+    states = {True: "[green]passed[/]", False: "[red]FAULT[/]"}
+    near_ties = f", {near} near-tie" + "s" * (near > 1) if near else ""
+    table.add_row(
+        "greedy identity",
+        f"{found.tokens} tokens",
+        f"{same}/{found.prompts} identical{near_ties}",
+        "–",
+        states[not found.faults],
+    )
+    for test in found.tests:
+        state = states[test.p_value >= found.alarm_below]
+        row = (test.name, str(test.samples), f"{test.statistic:.3g}", f"{test.p_value:.2g}", state)
+        table.add_row(*row)
+    out.print(table)
+    for difference in found.mismatches:
+        out.print(mismatch(difference), markup=False)
+    if found.tests:
+        out.print(
+            f"sampled tests alarm below p = {found.alarm_below:.1e}: "
+            f"{found.false_alarm:.0e} false alarms in all"
+        )
+    out.print("passed: nothing changed" if found.passed else "[red]FAULT: the text changed[/]")
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr; gives the function that moves it on by one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,89 @@
+"""The settings that losslessness is shown for: processors, drafters, verifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from toys import ToyDrafter, ToyRuntime, target_of, toy_engine
+
+from slipstream.config import SamplingParams
+from slipstream.drafters import Drafter
+from slipstream.drafters.draft_model import DraftModelDrafter
+from slipstream.drafters.ngram import NgramDrafter
+from slipstream.engine import Engine
+from slipstream.types import ROOT
+
+VOCAB = 4
+EOS = 3
+PROMPT = (0, 1, 2, 0, 1)
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cold": {"temperature": 0.7},
+    "top-k": {"top_k": 2},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.3},
+    "repetition": {"repetition_penalty": 1.7},
+    "presence": {"presence_penalty": 1.1},
+    "frequency": {"frequency_penalty": 0.9},
+    "bias": {"logit_bias": {0: 2.0, 2: -1.5}},
+    "min-tokens": {"min_tokens": 2},
+    "all": {
+        "temperature": 0.8,
+        "top_k": 3,
+        "top_p": 0.95,
+        "min_p": 0.02,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.3,
+        "frequency_penalty": -0.4,
+        "logit_bias": {1: 0.7},
+        "min_tokens": 1,
+    },
+}
+
+
+def draft_model(model: ToyRuntime, *, sampled: bool = True) -> DraftModelDrafter:
+    return DraftModelDrafter(model, target_of(VOCAB), sampled=sampled)
+
+
+MakeDrafter = Callable[[ToyRuntime], Drafter]
+SAMPLED_CHAINS: dict[str, MakeDrafter] = {
+    "draft model": lambda _: draft_model(ToyRuntime(VOCAB, seed=7, padding=2)),
+    "reduced vocabulary": lambda _: draft_model(ToyRuntime(VOCAB, seed=8, absent=[0, 2])),
+    "itself": draft_model,
+}
+SAMPLED_TREES: dict[str, MakeDrafter] = {
+    "two siblings": lambda _: ToyDrafter(
+        ToyRuntime(VOCAB, seed=7), [ROOT, ROOT, 0], sampled=True
+    ),
+    "three siblings": lambda _: ToyDrafter(
+        ToyRuntime(VOCAB, seed=7), [ROOT, ROOT, ROOT], sampled=True
+    ),
+    "fork below": lambda _: ToyDrafter(ToyRuntime(VOCAB, seed=7), [ROOT, 0, 0], sampled=True),
+    "itself as a tree": lambda target: ToyDrafter(target, [ROOT, ROOT, 1], sampled=True),
+}
+DETERMINISTIC: dict[str, MakeDrafter] = {
+    "toy chain": lambda _: ToyDrafter(ToyRuntime(VOCAB, seed=5), [ROOT, 0, 1], sampled=False),
+    "toy tree": lambda _: ToyDrafter(ToyRuntime(VOCAB, seed=5), [ROOT, ROOT, 0], sampled=False),
+    "wide tree": lambda _: ToyDrafter(ToyRuntime(VOCAB, seed=5), [ROOT, 0, ROOT], sampled=False),
+    "greedy draft model": lambda _: draft_model(ToyRuntime(VOCAB, seed=7), sampled=False),
+    "ngram": lambda _: NgramDrafter(1, 3),
+}
+COMBINATIONS: dict[str, tuple[MakeDrafter, str]] = {
+    **{f"{name}, rejection": (make, "rejection") for name, make in SAMPLED_CHAINS.items()},
+    **{f"{name}, block": (make, "block") for name, make in SAMPLED_CHAINS.items()},
+    **{f"{name}, rejection": (make, "rejection") for name, make in SAMPLED_TREES.items()},
+    **{f"{name}, follow": (make, "rejection") for name, make in DETERMINISTIC.items()},
+    "no drafter": (lambda _: None, "rejection"),  # type: ignore[dict-item,return-value]
+}
+
+
+def params(processors: str, **more: Any) -> SamplingParams:
+    return SamplingParams(**{**PROCESSORS[processors], **more})
+
+
+def engine(combination: str, target: ToyRuntime, k: int, **config: Any) -> Engine:
+    make, verification = COMBINATIONS[combination]
+    config = {"eos_token_ids": [EOS], "prefill_chunk": 3, **config}
+    return toy_engine(target, make(target), k, verification=verification, **config)
