@@ -44,7 +44,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 
 def draft_model(model: ToyRuntime, *, sampled: bool = True) -> DraftModelDrafter:
-    return DraftModelDrafter(model, target_of(VOCAB), sampled=sampled)
+    return DraftModelDrafter(model, target_of(VOCAB, max_num_seqs=32), sampled=sampled)
 
 
 MakeDrafter = Callable[[ToyRuntime], Drafter]

@@ -1,0 +1,67 @@
+"""Is greedy text with a drafter the same as without, on many prompts?
+
+    python benchmarks/identity.py QUESTIONS.jsonl --out benchmarks/results/identity.json
+
+Decodes every prompt (``prompt``, or the first of ``turns``) plainly and speculatively and compares
+the texts; differences are listed and classified. Written after every prompt: a run that is cut
+short goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from slipstream import LLM, SamplingParams
+from slipstream.prompts import read_prompts
+from slipstream.proof.identity import compare_tokens, ids, prompt_ids
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--speculative-config", type=json.loads, default={"method": "ngram"})
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    setting = {k: v for k, v in vars(args).items() if k not in ("prompts", "out")}
+    done = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if done.get("setting") != setting:
+        done = {"setting": setting, "compared": 0, "tokens": 0, "identical": 0, "different": []}
+    llm = LLM(args.model, speculative_config=args.speculative_config)
+    plain = llm.with_speculation(None)
+    params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
+    prompts = read_prompts(args.prompts)
+    started = time.perf_counter()
+    for n, prompt in enumerate(prompts):
+        if n < done["compared"]:
+            continue
+        conversation = [{"role": "user", "content": prompt}]
+        first, second = (ids(model, conversation, params) for model in (plain, llm))
+        found = compare_tokens(plain, prompt_ids(plain, conversation), first, second, params)
+        done["compared"] += 1
+        done["tokens"] += len(first)
+        done["identical"] += found is None
+        if found is not None:
+            done["different"].append({"index": n} | asdict(found))
+        _write(args.out, done)
+        minutes = (time.perf_counter() - started) / 60
+        print(f"\r{n + 1}/{len(prompts)}, {minutes:.0f} min", end="", file=sys.stderr)
+    print(f"\n{json.dumps(done)}")
+    return int(any(found["kind"] == "fault" for found in done["different"]))
+
+
+def _write(path: Path, data: dict) -> None:
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(data, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
