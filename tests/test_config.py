@@ -54,14 +54,12 @@ BAD: list[tuple[str, Any]] = [
     ("stop_token_ids", [-1]),
     ("stop_token_ids", ["eos"]),
     ("stop_token_ids", 5),
-    ("stop_token_ids", None),
     ("logit_bias", {-1: 1.0}),
     ("logit_bias", {"5": 1.0}),
     ("logit_bias", {5: "high"}),
     ("logit_bias", {5: math.inf}),
     ("logit_bias", {5: math.nan}),
     ("logit_bias", [1, 2]),
-    ("logit_bias", None),
     ("ignore_eos", "no"),
 ]
 SAID = {"stop_token_ids": "token id|stop_token_ids", "logit_bias": "token id|logit_bias"}
@@ -86,6 +84,8 @@ GOOD: list[dict[str, Any]] = [
     {"stop": "end"},
     {"stop": ["a", "b"]},
     {"stop": None},
+    {"stop_token_ids": None},
+    {"logit_bias": None},
     {"logprobs": 0},
     {"stop_token_ids": [3], "logit_bias": {3: -100}},
 ]

@@ -91,7 +91,12 @@ def chat(args: Namespace) -> int:
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line})
-        run, _ = _stream(llm, messages, params)
+        try:
+            run, _ = _stream(llm, messages, params)
+        except SlipstreamError as error:  # a conversation too long for the context, say
+            err.print(str(error), markup=False)
+            messages.pop()
+            continue
         err.print(show.summary(run), style="dim")
         messages.append({"role": "assistant", "content": run.outputs[0].text})
 
@@ -105,11 +110,13 @@ def verify(args: Namespace) -> int:
     for name, least in (("num_prompts", 1), ("max_tokens", 1), ("repeats", 1)):
         require_integer("--" + name.replace("_", "-"), getattr(args, name), least)
     params = SamplingParams(
-        temperature=args.temperature or 1.0,
+        temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
         max_tokens=args.max_tokens,
     )
+    if params.greedy and not args.greedy_only:
+        raise SlipstreamError("the sampled tests need --temperature above 0, or --greedy-only")
     prompts = read_prompts(Path(args.prompts)) if args.prompts else list(BUILT_IN)
     llm = _llm(args, config)
     from slipstream.proof.run import prove

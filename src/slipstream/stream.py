@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.engine import Engine
@@ -101,9 +101,9 @@ class Stream:
 
     def output(self) -> RequestOutput:
         request = self.request
-        logprobs = request.logprobs if request.params.logprobs is not None else None
-        total = None
-        if logprobs is not None:
+        logprobs, total = None, None
+        if request.params.logprobs is not None:
+            logprobs = [self._decoded(row) for row in request.logprobs]
             chosen = zip(logprobs, request.output, strict=True)
             total = sum(row[token].logprob for row, token in chosen)
         output = CompletionOutput(
@@ -126,6 +126,13 @@ class Stream:
             seconds=(self._finished or time.perf_counter()) - self._started,
             seed=request.noise.seed,
         )
+
+    def _decoded(self, row: dict[int, Logprob]) -> dict[int, Logprob]:
+        """The same logprobs with each token's text."""
+        decode = self.tokenizer.decode
+        return {
+            token: replace(found, decoded_token=decode([token])) for token, found in row.items()
+        }
 
 
 def tokens_per_second(run: RequestOutput) -> float:

@@ -6,9 +6,9 @@ Every probability is exact (float64 rounding apart): there is no sampling here.
 from functools import partial
 from typing import Any
 
-import cases
 import pytest
-from enumeration import (
+from lossless import cases
+from lossless.enumeration import (
     TOLERANCE,
     distance,
     enumerate_output,

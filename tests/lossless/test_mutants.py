@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import cases
 import pytest
 import torch
-from enumeration import TOLERANCE, gap
+from lossless import cases
+from lossless.enumeration import TOLERANCE, gap
 from torch import Tensor
 from toys import ToyRuntime
 

@@ -3,12 +3,12 @@
 import math
 from functools import partial
 
-import cases
 import pytest
 import torch
-from enumeration import expected_output, first_tokens, processed
+from lossless import cases
+from lossless.enumeration import expected_output, first_tokens, processed
+from lossless.goodness import FALSE_ALARM, agrees
 from scipy.stats import binom
-from statistics_of import FALSE_ALARM, agrees
 from toys import ToyRuntime, drain
 
 from slipstream.noise import Noise

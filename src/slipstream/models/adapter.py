@@ -111,6 +111,24 @@ def two_part_attention(
 
 
 AttentionInterface.register(ATTENTION, two_part_attention)
+
+# Held against transformers' own forward by the tests; others are when they are loaded.
+TESTED = [
+    "cohere2",
+    "gemma2",
+    "gemma3_text",
+    "gpt_neox",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+]
 _SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "attention")
 
 
@@ -127,8 +145,8 @@ def check_config(config: Any, name: str) -> None:
     if foreign:
         shown = ", ".join(foreign[:4]) + (", …" if len(foreign) > 4 else "")
         raise SlipstreamError(
-            f"{name} ({config.model_type}) has layers that aren't softmax attention: {shown}; "
-            "their state can't be branched yet; choose a model with attention in every layer"
+            f"{name} ({config.model_type}) has layers that are neither full nor sliding-window "
+            f"attention: {shown}; their state can't be branched yet; choose a model without them"
         )
 
 
@@ -171,7 +189,8 @@ class FunctionalModel:
 
     def _select_rows(self, _: torch.nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         """Before the head: [B, Q, hidden] → [1, N, hidden], the rows asked for."""
-        assert self._rows is not None
+        if self._rows is None:  # the model runs by itself
+            return args
         batch, row = self._rows
         return (args[0][batch, row].unsqueeze(0),)
 
@@ -190,3 +209,9 @@ class FunctionalModel:
             self._rows = None
         logits: Tensor = output.logits[0]
         return logits if logits.dtype == torch.float64 else logits.float()
+
+    @torch.inference_mode()
+    def own_logits(self, tokens: Tensor) -> Tensor:
+        """[1, Q] → [Q, V]: the model's own forward pass, with the attention it is set to."""
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[0]
+        return logits.float()

@@ -15,6 +15,7 @@ from slipstream.cache import Cache, LayerShape
 from slipstream.errors import SlipstreamError
 from slipstream.models.adapter import (
     ATTENTION,
+    TESTED,
     FunctionalModel,
     StepContext,
     check_config,
@@ -54,6 +55,32 @@ class TorchRuntime:
         slots = [rows.slot for rows in batch]
         keys, values = cache.view(slots)
         return self._run(batch, [cache.lengths[slot] for slot in slots], keys, values)
+
+    def check_against_transformers(self) -> None:
+        """Compare a few tokens with the model's own attention; raise if the logits differ."""
+        model, tokens = self._model.model, [i % self.vocab_size for i in range(1, 13)]
+        cache = self.new_cache(1, len(tokens))
+        slot, parts = cache.allocate(), []
+        for chunk in (tokens[:5], tokens[5:]):
+            count = len(chunk)
+            rows = StepRows(
+                slot=slot, tokens=chunk, parents=range(-1, count - 1), logit_rows=range(count)
+            )
+            output = self.step([rows], cache)
+            cache.commit(output, [slot], [range(count)])
+            parts.append(output.logits)
+        model.set_attn_implementation("eager")
+        try:
+            expected = self._model.own_logits(self._tensor([tokens]))
+        finally:
+            model.set_attn_implementation(ATTENTION)
+        gap = float((torch.cat(parts) - expected).abs().max())
+        allowed = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
+        if not gap <= allowed * max(1.0, float(expected.abs().max())):
+            raise SlipstreamError(
+                f"{self.name} ({model.config.model_type}): logits differ from transformers' own by "
+                f"{gap:.2g}: this architecture isn't supported"
+            )
 
     def _run(
         self,
@@ -114,6 +141,7 @@ def load(folder: Path, *, name: str, dtype: str, device: str) -> TorchRuntime:
     dtype: a key of ``DTYPES``, or "auto": float32 on CPUs, the checkpoint's own on GPUs.
     device: "cpu", "cuda", "cuda:1" …, or "auto": the first GPU if there is one.
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -126,18 +154,27 @@ def load(folder: Path, *, name: str, dtype: str, device: str) -> TorchRuntime:
         with torch.device("meta"):  # the class tells, before any weight is read
             check_model(AutoModelForCausalLM.from_config(config), name)
         chosen: Any = torch.float32 if place.type == "cpu" else "auto"
-        model = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=chosen if dtype == "auto" else DTYPES[dtype],
             attn_implementation=ATTENTION,
-            device_map=None,
+            output_loading_info=True,
         )
     except SlipstreamError:
         raise
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise SlipstreamError(f"{name}: transformers can't load {folder}: {reason}") from error
-    return TorchRuntime(model.to(place), name)
+    absent = sorted(found["missing_keys"]) + sorted(str(k) for k in found["mismatched_keys"])
+    if absent:  # transformers would fill them with random numbers
+        raise SlipstreamError(
+            f"{name}: {folder} lacks {len(absent)} of the model's tensors, {absent[0]} first: fetch "
+            "the checkpoint again"
+        )
+    runtime = TorchRuntime(model.to(place), name)
+    if config.get_text_config().model_type not in TESTED:
+        runtime.check_against_transformers()
+    return runtime
 
 
 def _device(device: str) -> torch.device:
