@@ -1,4 +1,4 @@
-"""Shared set-up. pytest puts this folder on ``sys.path``: helpers are imported by their own name."""
+"""Shared set-up. pytest puts this folder on ``sys.path``: helpers are imported by their name."""
 
 import torch
 import transformers

@@ -105,6 +105,31 @@ def test_grows_by_doubling_and_keeps_what_it_holds() -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_memory_that_runs_out_while_growing_leaves_the_cache_usable(
+    call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = new_cache(slots=1)
+    slot = cache.allocate()
+    text = list(range(256))
+    cache.commit(step(text), [slot], [range(256)])
+    calls, new_zeros = [], torch.Tensor.new_zeros
+
+    def failing(*args: object, **kwargs: object) -> torch.Tensor:
+        calls.append(args)
+        if len(calls) == call:
+            raise MemoryError("planted")
+        return new_zeros(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", failing)
+    with pytest.raises(MemoryError):
+        cache.commit(step([7]), [slot], [[0]])
+    assert held(cache, [slot]) == [text]
+    cache.commit(step([7]), [slot], [[0]])  # again, now with memory enough
+    assert held(cache, [slot]) == [[*text, 7]]
+    cache.check()
+
+
 def test_holds_exactly_max_length() -> None:
     cache = new_cache(slots=1, max_length=5)
     slot = cache.allocate()

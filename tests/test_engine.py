@@ -17,6 +17,7 @@ from toys import (
     toy_engine,
 )
 
+from slipstream import sampling
 from slipstream.config import SamplingParams
 from slipstream.drafters import Drafter
 from slipstream.drafters.draft_model import DraftModelDrafter
@@ -111,14 +112,11 @@ def test_a_seed_repeats_its_text_and_another_gives_another(name: str) -> None:
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])
-@pytest.mark.parametrize("sampled", [True, False])
-@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(("temperature", "sampled"), [(0, True), (0, False), (1, True)])
 def test_the_target_as_its_own_draft_model_is_always_right(
     temperature: float, sampled: bool, verification: str
 ) -> None:
     """Acceptance 1 and τ = K + 1; sampling, only if the guesses are sampled too."""
-    if temperature and not sampled:
-        pytest.skip("a greedy guess is not always what sampling chooses")
     _, engine = run(
         draft_model(TARGET, sampled),
         PROMPTS,
@@ -214,6 +212,28 @@ def test_an_error_leaves_everything_as_it_was_and_a_retry_works(
             engine.cache.check()
             assert snapshot(engine, requests) == before
     assert failures == 1
+    assert [r.output for r in requests] == want
+
+
+@pytest.mark.parametrize("name", ["none", "chain", "draft model"])
+@pytest.mark.parametrize("function", ["target_probs", "logprobs_of"])
+def test_an_error_in_the_mathematics_leaves_everything_as_it_was(
+    function: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where memory runs out for a large vocabulary: no request may be left half done."""
+    want, _ = run(DRAFTERS[name](), PROMPTS, logprobs=1)
+    engine = toy_engine(TARGET, DRAFTERS[name](), 4)
+    requests = [engine.add(p, SamplingParams(max_tokens=12, seed=9, logprobs=1)) for p in PROMPTS]
+    for _ in range(5):
+        engine.step()
+    before = snapshot(engine, requests)
+    planted = Failing(sampling, function, call=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling, function, getattr(planted, function))
+        with pytest.raises(MemoryError):
+            engine.step()
+    assert snapshot(engine, requests) == before
+    drain(engine)
     assert [r.output for r in requests] == want
 
 
@@ -333,6 +353,8 @@ BAD_PROMPTS: list[tuple[list[int], str]] = [
     ([1] * 11, "11 tokens"),
     ([1, VOCAB], "ids outside"),
     ([-1], "ids outside"),
+    ([1.5], "ids"),  # type: ignore[list-item]
+    (["a"], "ids"),  # type: ignore[list-item]
 ]
 
 

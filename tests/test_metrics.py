@@ -84,4 +84,3 @@ def test_the_engine_keeps_time() -> None:
     drain(engine)
     assert engine.clock.forward > 0
     assert engine.clock.other > 0
-

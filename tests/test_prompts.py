@@ -46,7 +46,6 @@ def test_a_line_separator_inside_a_json_string_is_not_a_new_line(tmp_path: Path)
         '"text"',
         "{}",
         '{"prompt": ""}',
-        '{"prompt": "   "}',
         '{"prompt": 3}',
         '{"turns": []}',
         '{"turns": [3]}',

@@ -87,9 +87,7 @@ def test_each_processor_equals_its_definition(params: dict[str, Any], dtype: tor
     bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-5, 5), max_size=3),
     min_tokens=st.integers(0, 6),
     output=st.lists(st.integers(0, VOCAB - 1), max_size=5),
-    suffixes=st.lists(
-        st.lists(st.integers(0, VOCAB - 1), max_size=3), min_size=3, max_size=3
-    ),
+    suffixes=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=3), min_size=3, max_size=3),
 )
 def test_all_processors_together(
     seed: int,

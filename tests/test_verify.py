@@ -48,7 +48,7 @@ def draw(model: Callable, parents: Sequence[int], noise: Enumerator, replace: bo
         if row.sum() == 0:  # nothing left to draw; known before anything is drawn
             row = torch.full_like(row, 1 / len(row))
         rows.append(row / row.sum())
-        tokens.append(noise.sample_draft(rows[-1], 0))
+        tokens.append(noise.sample_draft(rows[-1], node))
         paths.append((*path, tokens[-1]))
     return Draft(tokens=tokens, parents=parents, draft_probs=torch.stack(rows))
 
@@ -64,7 +64,9 @@ def outcomes(
 
     A verdict that is shorter is completed by the target, token by token.
     """
-    deepest = max(len(Draft(tokens=parents, parents=parents).suffix(n)) for n in range(len(parents)))
+    deepest = max(
+        len(Draft(tokens=parents, parents=parents).suffix(n)) for n in range(len(parents))
+    )
     spread: dict = defaultdict(float)
     accepted = 0.0
     branches = Branches()
@@ -175,10 +177,10 @@ def test_following_a_deterministic_draft_is_exact(parents: list[int]) -> None:
         branches = Branches()
         for _ in branches.all():
             noise = Enumerator(branches)
-            verdict = follow(draft, lambda row, n=noise, p=probs: n.sample(p[row], 0))
+            verdict = follow(draft, lambda row, n=noise, p=probs: n.sample(p[row], row))
             text = [*(draft.tokens[node] for node in verdict.path), verdict.next_token]
             while len(text) < 4:
-                text.append(noise.sample(target(tuple(text)), 0))
+                text.append(noise.sample(target(tuple(text)), 100 + len(text)))
             spread[tuple(text)] += branches.probability
         assert distance(dict(spread), wanted(target, 3, 4)) < TOLERANCE
 

@@ -69,7 +69,7 @@ def target() -> Path:
 @functools.cache
 def draft() -> Path:
     """The target with its weights disturbed: a draft model that is right about half of the time."""
-    return save("draft", disturbed=0.8)
+    return save("draft", disturbed=0.2)
 
 
 @functools.cache
@@ -106,6 +106,10 @@ def save(
         torch.manual_seed(3)
         model = LlamaForCausalLM(config)
         model.get_input_embeddings().weight.mul_(5)
+        for layer in model.model.layers:  # so that what was said long ago matters
+            layer.self_attn.q_proj.weight.mul_(3)
+            layer.self_attn.k_proj.weight.mul_(3)
+            layer.self_attn.o_proj.weight.mul_(2)
         _shape_head(model.lm_head.weight, model.get_input_embeddings().weight, tokenizer)
         for weight in model.parameters():
             if disturbed and weight.dim() > 1:
@@ -123,7 +127,7 @@ def _shape_head(head: Tensor, embedding: Tensor, tokenizer: PreTrainedTokenizerF
     for at, token in enumerate(readable):
         circle = at - at % CIRCLE
         after = readable[min(circle + (at + 1) % CIRCLE, len(readable) - 1)]
-        head[after] += 0.4 * embedding[token]
+        head[after] += 0.7 * embedding[token]
 
 
 def copy_of(folder: Path, to: Path, **config: Any) -> Path:

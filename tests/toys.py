@@ -129,7 +129,7 @@ class ToyDrafter:
             row /= row.sum()
             if self._sampled:
                 position = len(request.tokens) + len(path)
-                tokens.append(request.noise.sample_draft(row, position))
+                tokens.append(request.noise.sample_draft(row, position, len(siblings)))
                 probs.append(row)
             else:
                 tokens.append(int(row.argmax()))

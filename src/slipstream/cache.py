@@ -71,7 +71,11 @@ class Cache:
         return slot
 
     def release(self, slot: int) -> None:
+        """Free a slot. Its rows are cleared: a masked row counts nothing times its value, and
+        that is not nothing if an overflow left a NaN there."""
         assert slot not in self._free
+        for layer in (*self._keys, *self._values):
+            layer[slot, :, : self.lengths[slot]] = 0
         self._free.append(slot)
         self.lengths[slot] = 0
 
@@ -138,9 +142,11 @@ class Cache:
         if length <= self._capacity:
             return
         grown = min(max(length, 2 * self._capacity), self.max_length)
-        for layers in (self._keys, self._values):
-            for i, old in enumerate(layers):
-                new = old.new_zeros((*old.shape[:2], grown, old.shape[3]))
-                new[:, :, : self._capacity] = old
-                layers[i] = new
-        self._capacity = grown
+
+        def larger(old: Tensor) -> Tensor:
+            new = old.new_zeros((*old.shape[:2], grown, old.shape[3]))
+            new[:, :, : self._capacity] = old
+            return new
+
+        keys, values = [larger(k) for k in self._keys], [larger(v) for v in self._values]
+        self._keys, self._values, self._capacity = keys, values, grown

@@ -119,12 +119,17 @@ def verify(args: Namespace) -> int:
         raise SlipstreamError("the sampled tests need --temperature above 0, or --greedy-only")
     prompts = read_prompts(Path(args.prompts)) if args.prompts else list(BUILT_IN)
     llm = _llm(args, config)
+    from slipstream import show
     from slipstream.proof.run import prove
 
-    repeats = 0 if args.greedy_only else args.repeats
-    proof = prove(llm, config["method"], prompts[: args.num_prompts], params, repeats=repeats)
-    from slipstream import show
-
+    proof = prove(
+        llm,
+        config["method"],
+        prompts[: args.num_prompts],
+        params,
+        repeats=0 if args.greedy_only else args.repeats,
+        progress=show.progress,
+    )
     out, _ = show.consoles()
     show.proof(out, proof)
     if args.json:

@@ -45,6 +45,11 @@ def require_integer(name: str, value: object, least: int) -> None:
     require(ok, name, value, f"an integer of at least {least}")
 
 
+def require_token(name: str, value: object, vocab_size: int) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
+    require(ok, name, value, f"an integer from 0 to {vocab_size - 1}")
+
+
 def _require_number(name: str, value: object, low: float, high: float, rule: str) -> None:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool)
     require(ok and math.isfinite(value) and low <= value <= high, name, value, rule)  # type: ignore[arg-type,operator]
@@ -81,8 +86,11 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
+        for name, empty in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {})):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, empty)
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
         inf = math.inf
         _require_number("temperature", self.temperature, 0, inf, "0 (greedy) or more")
         require_integer("top_k", self.top_k, -1)
@@ -100,11 +108,19 @@ class SamplingParams:
         if self.max_tokens is not None:
             rule = f"at most max_tokens ({self.max_tokens})"
             require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, rule)
-        require(all(stop), "stop", self.stop, "strings of at least one character")
-        for token in (*self.stop_token_ids, *self.logit_bias):
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            listed = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+            require(listed, name, value, "a list")
+        for string in self.stop:
+            require(isinstance(string, str) and bool(string), "stop", string, "a string of text")
+        require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
+        bias = self.logit_bias
+        require(isinstance(bias, Mapping), "logit_bias", bias, "a mapping from token id to number")
+        for token in (*self.stop_token_ids, *bias):
             require_integer("a token id", token, 0)
-        for bias in self.logit_bias.values():
-            _require_number("logit_bias", bias, -inf, inf, "a finite number")
+        for value in bias.values():
+            _require_number("logit_bias", value, -inf, inf, "a finite number")
 
     @property
     def greedy(self) -> bool:
@@ -121,8 +137,7 @@ class SamplingParams:
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise if a token id named here does not exist."""
         for token in (*self.stop_token_ids, *self.logit_bias):
-            rule = f"below the vocabulary size {vocab_size}"
-            require(token < vocab_size, "a token id", token, rule)
+            require_token("a token id", token, vocab_size)
         if self.logprobs is not None:
             rule = f"at most the vocabulary size {vocab_size}"
             require(self.logprobs <= vocab_size, "logprobs", self.logprobs, rule)

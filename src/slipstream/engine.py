@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from slipstream import sampling
-from slipstream.config import SamplingParams
+from slipstream.config import SamplingParams, require_token
 from slipstream.drafters import Drafter
 from slipstream.errors import SlipstreamError
 from slipstream.metrics import Clock, Metrics
@@ -60,6 +60,15 @@ class _Plan:
     rows: StepRows
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """The accepted tokens and the next one; their logprobs, if asked for."""
+
+    verdict: Verdict
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]
+
+
 @dataclass(kw_only=True)
 class Engine:
     """Speculative decoding of many requests over one target.
@@ -94,8 +103,8 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, the context holds {longest} with the "
                 "answer: shorten it or raise --max-model-len"
             )
-        if not all(0 <= token < self.config.vocab_size for token in prompt):
-            raise SlipstreamError(f"the prompt has ids outside 0 … {self.config.vocab_size - 1}")
+        for token in prompt:
+            require_token("each token id of the prompt", token, self.config.vocab_size)
         params.check_vocabulary(self.config.vocab_size)
         request = Request(
             request_id=self._next_id,
@@ -115,6 +124,8 @@ class Engine:
 
     def stop(self, request: Request, length: int, reason: str) -> None:
         """End a request after ``length`` output tokens, as a stop string found in its text asks."""
+        for metrics in (request.metrics, self.metrics):
+            metrics.emitted -= request.output_length - length
         del request.tokens[request.prompt_length + length :]
         del request.origins[length:], request.logprobs[length:]
         request.finish_reason, request.stop_reason = "stop", reason
@@ -134,12 +145,12 @@ class Engine:
         output = self.runtime.step([plan.rows for plan in plans], self.cache)
         computed = time.perf_counter()
         logits = self._split(plans, output.logits)
-        verdicts = [self._verify(*pair) for pair in zip(plans, logits, strict=True)]
-        self._commit(plans, verdicts, output)
+        outcomes = [self._decide(*pair) for pair in zip(plans, logits, strict=True)]
+        self._commit(plans, outcomes, output)
         changed = [
-            self._emit(plan, verdict, rows)
-            for plan, verdict, rows in zip(plans, verdicts, logits, strict=True)
-            if verdict is not None
+            self._emit(plan, outcome)
+            for plan, outcome in zip(plans, outcomes, strict=True)
+            if outcome is not None
         ]
         self.clock.add(drafted - started, computed - drafted, time.perf_counter() - computed)
         return changed
@@ -189,10 +200,18 @@ class Engine:
         """[N, V] → a request each: [n + 1, V] of its newest and its drafted tokens, or [0, V]."""
         return logits[:, : self.config.vocab_size].split([len(p.rows.logit_rows) for p in plans])
 
-    def _verify(self, plan: _Plan, logits: Tensor) -> Verdict | None:
-        request, draft = plan.request, plan.draft
+    def _decide(self, plan: _Plan, logits: Tensor) -> _Outcome | None:
+        """What this step gives the request, or None where the prompt goes on; changes nothing."""
         if not len(logits):
             return None
+        verdict = self._verify(plan, logits)
+        tokens = [*(plan.draft.tokens[node] for node in verdict.path), verdict.next_token]
+        logprobs = self._logprobs(plan, verdict, logits, tokens)
+        return _Outcome(verdict=verdict, tokens=tokens, logprobs=logprobs)
+
+    def _verify(self, plan: _Plan, logits: Tensor) -> Verdict:
+        """logits: [n + 1, V], of the newest and of each drafted token."""
+        request, draft = plan.request, plan.draft
         context = _context(request, draft, self.stop_ids(request.params))
         if request.params.greedy:
             chosen = sampling.choose_greedy(logits, request.params, context).tolist()
@@ -220,34 +239,31 @@ class Engine:
         return [*eos, *params.stop_token_ids]
 
     def _commit(
-        self, plans: Sequence[_Plan], verdicts: Sequence[Verdict | None], output: StepOutput
+        self, plans: Sequence[_Plan], outcomes: Sequence[_Outcome | None], output: StepOutput
     ) -> None:
+        paths = [outcome.verdict.path if outcome else () for outcome in outcomes]
         kept = [
-            [*range(plan.pending), *(plan.pending + node for node in verdict.path)]
-            if verdict
-            else range(plan.pending)
-            for plan, verdict in zip(plans, verdicts, strict=True)
+            [*range(plan.pending), *(plan.pending + node for node in path)]
+            for plan, path in zip(plans, paths, strict=True)
         ]
         self.cache.commit(output, [plan.rows.slot for plan in plans], kept)
 
-    def _emit(self, plan: _Plan, verdict: Verdict, logits: Tensor) -> Request:
+    def _emit(self, plan: _Plan, outcome: _Outcome) -> Request:
         """Append the step's tokens, up to the one that ends the request."""
-        request, draft = plan.request, plan.draft
-        tokens = [*(draft.tokens[node] for node in verdict.path), verdict.next_token]
-        origins: list[Origin] = [*(["accepted"] * len(verdict.path)), verdict.origin]  # type: ignore[list-item]
-        if request.params.logprobs is not None:
-            request.logprobs += self._logprobs(plan, verdict, logits, tokens)
+        request, verdict = plan.request, outcome.verdict
+        origins: list[Origin] = ["accepted" for _ in verdict.path]
+        origins.append(verdict.origin)
         before = request.output_length
-        for token, origin in zip(tokens, origins, strict=True):
+        for token, origin in zip(outcome.tokens, origins, strict=True):
             request.tokens.append(token)
             request.origins.append(origin)
             if self._finished(request, token):
                 break
         emitted = request.output_length - before
-        del request.logprobs[request.output_length :]
+        request.logprobs += outcome.logprobs[:emitted]
         request.noise.step += 1
         for metrics in (request.metrics, self.metrics):
-            metrics.observe(draft, verdict, emitted)
+            metrics.observe(plan.draft, verdict, emitted)
         if request.finish_reason is not None:
             self._release(request)
         return request
@@ -266,12 +282,14 @@ class Engine:
         self, plan: _Plan, verdict: Verdict, logits: Tensor, tokens: Sequence[int]
     ) -> list[dict[int, Logprob]]:
         request, params = plan.request, plan.request.params
+        if params.logprobs is None:
+            return []
         if self.config.logprobs_mode == "processed_logprobs":
             context = _context(request, plan.draft, self.stop_ids(params))
             logits = sampling.adjust(logits, params, context)
             logits = logits if params.greedy else sampling.truncate(logits, params)
         path = logits[[0, *(node + 1 for node in verdict.path)]]
-        return sampling.logprobs_of(path, tokens, params.logprobs or 0)
+        return sampling.logprobs_of(path, tokens, params.logprobs)
 
     def _release(self, request: Request) -> None:
         self.scheduler.remove(request)

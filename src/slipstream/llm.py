@@ -129,7 +129,10 @@ class LLM:
             return list(self.tokenizer(prompt)["input_ids"])
         if set(prompt) != {"prompt_token_ids"}:
             raise unknown("prompt keys", ", ".join(map(str, prompt)), ("prompt_token_ids",))
-        return list(prompt["prompt_token_ids"])
+        ids = prompt["prompt_token_ids"]
+        if not isinstance(ids, Sequence) or isinstance(ids, str):
+            raise SlipstreamError(f"prompt_token_ids must be a list of token ids, got {ids!r}")
+        return list(ids)
 
     def _run(
         self,
@@ -138,7 +141,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         on_finish: Callable[[RequestOutput], None] | None,
     ) -> list[RequestOutput]:
-        params = _each(sampling_params or SamplingParams(), len(prompts))
+        params = _each(sampling_params, len(prompts))
         streams: dict[int, Stream] = {}
         try:
             for tokens, text, p in zip(prompts, texts, params, strict=True):
@@ -146,6 +149,8 @@ class LLM:
                 streams[stream.request.request_id] = stream
             while not all(stream.finished for stream in streams.values()):
                 for request in self.engine.step():
+                    if request.request_id not in streams:  # of somebody who streams beside us
+                        continue
                     stream = streams[request.request_id]
                     deque(stream.advance(), maxlen=0)
                     if stream.finished and on_finish is not None:
@@ -190,10 +195,10 @@ class LLM:
 
 
 def _each(
-    params: SamplingParams | Sequence[SamplingParams], count: int
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> Sequence[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
     if len(params) != count:
         raise SlipstreamError(
             f"{len(params)} sampling parameters for {count} prompts: give one each"

@@ -35,9 +35,9 @@ class Noise:
         """A token of the target's (or the residual) distribution ``probs`` [V]."""
         return inverse_cdf(probs, self._uniform(TARGET, position))
 
-    def sample_draft(self, probs: Tensor, position: int) -> int:
-        """A token of a drafter's distribution ``probs`` [V]."""
-        return inverse_cdf(probs, self._uniform(DRAFT, position))
+    def sample_draft(self, probs: Tensor, position: int, sibling: int = 0) -> int:
+        """A token of a drafter's distribution ``probs`` [V]; sibling counts draws at a place."""
+        return inverse_cdf(probs, self._uniform(DRAFT, position, sibling))
 
     def _uniform(self, purpose: int, position: int, sibling: int = 0) -> float:
         step = 0 if purpose == TARGET else self.step

@@ -26,7 +26,7 @@ def read_prompts(path: Path) -> list[str]:
     Raises SlipstreamError naming the file and the line that can't be used.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise SlipstreamError(f"prompts file {path} can't be read: {error}") from error
     read = _json_prompt if path.suffix in (".jsonl", ".json") else _text_prompt
@@ -45,9 +45,11 @@ def _json_prompt(line: str, where: str) -> str:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise SlipstreamError(f"{where}: not a JSON object: {error.msg}") from None
-    found = record.get("prompt") if isinstance(record, dict) else None
-    if found is None and isinstance(record, dict) and record.get("turns"):
-        found = record["turns"][0]
+    found, turns = None, None
+    if isinstance(record, dict):
+        found, turns = record.get("prompt"), record.get("turns")
+    if found is None and isinstance(turns, list) and turns:
+        found = turns[0]
     if not isinstance(found, str) or not found:
         raise SlipstreamError(f'{where}: no text under "prompt" or "turns"')
     return found

@@ -16,6 +16,7 @@ from torch import Tensor
 from slipstream.config import SamplingParams
 from slipstream.types import Logprob
 
+_COLDEST = 1e-30  # below any temperature that makes a difference, above the smallest float32
 _NUCLEUS_GUESS = 256  # tokens looked at before a whole vocabulary is sorted for top-p
 
 
@@ -70,7 +71,7 @@ def _penalise(logits: Tensor, params: SamplingParams, context: Context) -> Tenso
     factor = params.repetition_penalty
     logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
     logits = logits - params.frequency_penalty * in_output
-    return logits - params.presence_penalty * (in_output > 0)
+    return logits - params.presence_penalty * (in_output > 0).to(logits.dtype)
 
 
 def _counts(tokens: Sequence[int], like: Tensor) -> Tensor:
@@ -84,7 +85,8 @@ def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
 
     Tokens as probable as the last one kept by top-k are kept too. At least one token remains.
     """
-    logits = logits / params.temperature
+    # the best logit moved to 0: a very low temperature then overflows to -inf, never to NaN
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(params.temperature, _COLDEST)
     if params.min_p > 0:
         # p >= min_p · p_max, compared as logits: the normaliser cancels
         bound = logits.amax(-1, keepdim=True) + torch.log(logits.new_tensor(params.min_p))

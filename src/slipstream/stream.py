@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -72,8 +73,10 @@ class Stream:
 
     def __iter__(self) -> Iterator[Piece]:
         try:
-            while not self.finished:
-                self.engine.step()
+            # steps that others ask for serve this request too: it may be ahead of its text
+            while not self.finished or self._text.length < self.request.output_length:
+                if not self.finished:
+                    self.engine.step()
                 yield from self.advance()
         finally:
             self.close()
@@ -82,7 +85,9 @@ class Stream:
         """End the request if it still runs; harmless otherwise."""
         if not self.finished:
             self.engine.abort(self.request)
-            self._text.finish()
+        if self._text.length < self.request.output_length:  # left in the middle of a step
+            deque(self.advance(), maxlen=0)
+        self._text.finish()
         self._finished = self._finished or time.perf_counter()
 
     def advance(self) -> Iterator[Piece]:

@@ -198,5 +198,5 @@ def test_matrices_padded_to_another_size_are_fine(width: int) -> None:
 
 
 def test_fewer_embeddings_than_tokens_is_an_incomplete_checkpoint() -> None:
-    with pytest.raises(SlipstreamError, match="3 embeddings.*4 tokens"):
+    with pytest.raises(SlipstreamError, match=r"3 embeddings.*4 tokens"):
         build(OURS, 3, OURS)

@@ -54,9 +54,7 @@ SAMPLED_CHAINS: dict[str, MakeDrafter] = {
     "itself": draft_model,
 }
 SAMPLED_TREES: dict[str, MakeDrafter] = {
-    "two siblings": lambda _: ToyDrafter(
-        ToyRuntime(VOCAB, seed=7), [ROOT, ROOT, 0], sampled=True
-    ),
+    "two siblings": lambda _: ToyDrafter(ToyRuntime(VOCAB, seed=7), [ROOT, ROOT, 0], sampled=True),
     "three siblings": lambda _: ToyDrafter(
         ToyRuntime(VOCAB, seed=7), [ROOT, ROOT, ROOT], sampled=True
     ),

@@ -64,23 +64,35 @@ class Branches:
 
 
 class Enumerator:
-    """``Noise`` with every outcome instead of one."""
+    """``Noise`` with every outcome instead of one.
+
+    The real noise is a function of its key: a key used twice would be the same draw twice, and
+    not the independent one that is counted here. So none may be.
+    """
 
     def __init__(self, branches: Branches) -> None:
         self._branches = branches
+        self._used: set[tuple[object, ...]] = set()
         self.step = 0
         self.seed = 0
 
     def accept(self, probability: float, position: int, sibling: int = 0) -> bool:
+        self._once("accept", position, self.step, sibling)
         assert probability >= 0  # false for nan, too
         chance = min(1.0, probability)
         return self._branches.choose([chance, 1 - chance]) == 0
 
     def sample(self, probs: Tensor, position: int) -> int:
+        self._once("target", position)
         return self._branches.choose(probs.tolist())
 
     def sample_draft(self, probs: Tensor, position: int, sibling: int = 0) -> int:
+        self._once("draft", position, self.step, sibling)
         return self._branches.choose(probs.tolist())
+
+    def _once(self, *key: object) -> None:
+        assert key not in self._used, f"two draws of one key: {key}"
+        self._used.add(key)
 
 
 Make = Callable[[], Engine]
@@ -115,7 +127,7 @@ def enumerate_output(make: Make, prompts: Prompts) -> Spread:
         following: dict[Any, tuple[Any, float]] = {}
         for before, mass in waiting.values():
             for _ in branches.all():
-                engine, requests = copy.deepcopy(before)
+                engine, requests = _copied(*before)
                 engine.step()
                 engine.cache.check()
                 share = mass * branches.probability
@@ -139,6 +151,13 @@ def enumerate_without_merging(make: Make, prompts: Prompts) -> Spread:
             engine.step()
         done[outcome(requests)] += branches.probability
     return dict(done)
+
+
+def _copied(engine: Engine, requests: Sequence[Any]) -> tuple[Engine, list[Any]]:
+    """A deep copy, but for what never changes and for counters that nothing reads."""
+    shared = [engine.config, engine.metrics, engine.clock]
+    shared += [part for request in requests for part in (request.params, request.metrics)]
+    return copy.deepcopy((engine, requests), {id(part): part for part in shared})
 
 
 def _state(engine: Engine, requests: Sequence[Any]) -> Any:
@@ -235,9 +254,7 @@ def product(spreads: Sequence[Spread]) -> Spread:
     """The joint distribution of independent requests."""
     joint: Spread = {(): 1.0}
     for spread in spreads:
-        joint = {
-            (*done, item): p * q for done, p in joint.items() for item, q in spread.items()
-        }
+        joint = {(*done, item): p * q for done, p in joint.items() for item, q in spread.items()}
     return joint
 
 
@@ -254,7 +271,7 @@ def distance(got: Spread, want: Spread) -> float:
 
 
 def gap(make: Make, model: ToyRuntime, prompt: Sequence[int], params: SamplingParams) -> float:
-    """How far an engine's output is from the target's distribution: first token, and all jointly."""
+    """How far an engine's output is from the target's distribution: first token, all jointly."""
     engine = make()
     want = expected_output(
         model,

@@ -77,10 +77,10 @@ def parse(values: Mapping[str, Any]) -> Speculation:
     method = options.pop("method", "draft_model" if "model" in options else None)
     if method is None:
         raise SlipstreamError(f"speculative_config needs a method: one of {', '.join(METHODS)}")
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise unknown("speculative method", method, METHODS)
     verification = options.pop("verification", "rejection")
-    if verification not in ("rejection", "block"):
+    if not isinstance(verification, str) or verification not in ("rejection", "block"):
         raise unknown("verification", verification, ("rejection", "block"))
     module, name = _METHODS[method].split(":")
     config = from_dict(getattr(import_module(module), name), options, f"{method} option")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ def load(
     """
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise unknown("device", device, ("auto", "cpu", "cuda", "cuda:N"))
     folder = resolve(model, notify=notify) if notify else resolve(model)
     from slipstream.runtimes.torch import load as load_torch  # heavy: after the cheap errors
 
@@ -56,7 +59,7 @@ def _tokenizer(folder: Path, model: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except (ValueError, KeyError, OSError, ImportError) as error:
+    except Exception as error:  # the libraries raise many kinds for a damaged file
         raise SlipstreamError(
             f"{model}: the tokenizer in {folder} can't be read: {error}"
         ) from error

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slipstream import show
 from slipstream.config import SamplingParams
 from slipstream.llm import LLM
 from slipstream.proof.distribution import FALSE_ALARM, TestResult, sampled_tests
@@ -50,34 +51,54 @@ class Proof:
                 "prompts": self.prompts,
                 "identical": self.prompts - len(self.mismatches),
                 "tokens": self.tokens,
-                "mismatches": [asdict(found) for found in self.mismatches],
+                "mismatches": [_finite(asdict(found)) for found in self.mismatches],
             },
             "sampled": {
                 "false_alarm": FALSE_ALARM,
                 "alarm_below": self.alarm_below,
-                "tests": [asdict(test) for test in self.tests],
+                "tests": [_finite(asdict(test)) for test in self.tests],
             },
             "passed": self.passed,
         }
 
 
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: None stands for it."""
+    bad = {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {k: None if k in bad else v for k, v in record.items()}
+
+
+Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
+
+
+@contextmanager
+def silent(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar that shows nothing."""
+    yield lambda: None
+
+
 def prove(
-    llm: LLM, method: str, prompts: Sequence[str], params: SamplingParams, *, repeats: int
+    llm: LLM,
+    method: str,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    *,
+    repeats: int,
+    progress: Progress = silent,
 ) -> Proof:
     """Compare the LLM with its own plain decoding.
 
     params: of the sampled tests; its max_tokens counts for both. repeats: samples of each counted
-    prompt, 0 leaves the sampled tests out.
+    prompt, 0 leaves the sampled tests out. progress: (what, total) → a context that gives the
+    function to call after each answer.
     """
     plain = llm.with_speculation(None)
     assert params.max_tokens is not None
-    with show.progress("greedy identity", len(prompts)) as advance:
+    with progress("greedy identity", len(prompts)) as advance:
         tokens, mismatches = greedy_identity(plain, llm, prompts, params.max_tokens, advance)
     tests: list[TestResult] = []
     if repeats:
-        with show.progress(
-            "sampled tests", len(prompts) + repeats * min(2, len(prompts))
-        ) as advance:
+        with progress("sampled tests", len(prompts) + repeats * min(2, len(prompts))) as advance:
             tests = sampled_tests(plain, llm, prompts, params, repeats=repeats, advance=advance)
     return Proof(
         model=llm.model.name,
