@@ -83,7 +83,9 @@ def test_token_ids_are_a_prompt_too(way: LLM) -> None:
     assert ids(output) == ids(way.generate("the train", greedy())[0])
 
 
-@pytest.mark.parametrize("params", [greedy(max_tokens=12), sampled(max_tokens=12)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "params", [greedy(max_tokens=12), sampled(max_tokens=12)], ids=["greedy", "sampled"]
+)
 def test_more_prompts_than_slots_are_answered_in_order(way: LLM, params: SamplingParams) -> None:
     prompts = [f"{prompt} {n}" for n in range(2) for prompt in PROMPTS]
     assert len(prompts) > 8

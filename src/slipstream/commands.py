@@ -24,9 +24,7 @@ def pull(args: Namespace) -> int:
 
 
 def generate(args: Namespace) -> int:
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    if not prompt.strip():
-        raise SlipstreamError("the prompt is empty: give some text")
+    prompt = _prompt(args.prompt)
     params, config = _sampling_params(args), _speculative_config(args)
     if args.compare and config is None:
         raise SlipstreamError("--compare needs a drafter: leave --method none out")
@@ -39,14 +37,14 @@ def generate(args: Namespace) -> int:
     method = config["method"] if config else "none"
     if args.compare:
         return _compare(llm, method, given, params, args.json)
-    out, err = show.consoles()
+    _, err = show.consoles()
     run, interrupted = _stream(llm, given, params)
     err.print(show.summary(run))
     if args.json:
         from slipstream.compare import run_dict
 
         figures = {"model": args.model, "method": method} | run_dict(run) | run.metrics.as_dict()
-        out.print(json.dumps(figures), markup=False)
+        print(json.dumps(figures))
     return EXIT_INTERRUPTED if interrupted else EXIT_OK
 
 
@@ -166,6 +164,18 @@ def _stream(llm: Any, prompt: Any, params: SamplingParams) -> tuple[Any, bool]:
         stream.close()
     out.print()
     return stream.output(), interrupted
+
+
+def _prompt(given: str) -> str:
+    """The prompt itself, or what standard input holds if it is "-"."""
+    try:
+        prompt = sys.stdin.read() if given == "-" else given
+        prompt.encode()
+    except UnicodeError:
+        raise SlipstreamError("the prompt is not text: encode it in UTF-8") from None
+    if not prompt.strip():
+        raise SlipstreamError("the prompt is empty: give some text")
+    return prompt
 
 
 def _conversation(system: str | None, prompt: str) -> list[dict[str, str]]:

@@ -45,9 +45,8 @@ def require_integer(name: str, value: object, least: int) -> None:
     require(ok, name, value, f"an integer of at least {least}")
 
 
-def require_token(name: str, value: object, vocab_size: int) -> None:
-    ok = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
-    require(ok, name, value, f"an integer from 0 to {vocab_size - 1}")
+def is_token(value: object, vocab_size: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
 
 
 def _require_number(name: str, value: object, low: float, high: float, rule: str) -> None:
@@ -112,6 +111,7 @@ class SamplingParams:
             value = getattr(self, name)
             listed = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
             require(listed, name, value, "a list")
+            object.__setattr__(self, name, tuple(value))
         for string in self.stop:
             require(isinstance(string, str) and bool(string), "stop", string, "a string of text")
         require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
@@ -137,7 +137,8 @@ class SamplingParams:
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise if a token id named here does not exist."""
         for token in (*self.stop_token_ids, *self.logit_bias):
-            require_token("a token id", token, vocab_size)
+            rule = f"below the vocabulary size {vocab_size} (0 … {vocab_size - 1})"
+            require(is_token(token, vocab_size), "a token id", token, rule)
         if self.logprobs is not None:
             rule = f"at most the vocabulary size {vocab_size}"
             require(self.logprobs <= vocab_size, "logprobs", self.logprobs, rule)

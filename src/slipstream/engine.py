@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from slipstream import sampling
-from slipstream.config import SamplingParams, require_token
+from slipstream.config import SamplingParams, is_token
 from slipstream.drafters import Drafter
 from slipstream.errors import SlipstreamError
 from slipstream.metrics import Clock, Metrics
@@ -103,8 +103,8 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, the context holds {longest} with the "
                 "answer: shorten it or raise --max-model-len"
             )
-        for token in prompt:
-            require_token("each token id of the prompt", token, self.config.vocab_size)
+        if not all(is_token(token, self.config.vocab_size) for token in prompt):
+            raise SlipstreamError(f"the prompt has ids outside 0 … {self.config.vocab_size - 1}")
         params.check_vocabulary(self.config.vocab_size)
         request = Request(
             request_id=self._next_id,
@@ -197,7 +197,15 @@ class Engine:
         return _Plan(request=request, pending=pending, draft=guess, rows=rows)
 
     def _split(self, plans: Sequence[_Plan], logits: Tensor) -> Sequence[Tensor]:
-        """[N, V] → a request each: [n + 1, V] of its newest and its drafted tokens, or [0, V]."""
+        """[N, V] → a request each: [n + 1, V] of its newest and its drafted tokens, or [0, V].
+
+        Raises SlipstreamError where the logits are not numbers: every choice would be garbage.
+        """
+        if logits.numel() and bool(logits.max().isnan()):
+            raise SlipstreamError(
+                "the model's logits are not numbers: its weights are damaged, or its arithmetic "
+                "overflows; try --dtype float32"
+            )
         return logits[:, : self.config.vocab_size].split([len(p.rows.logit_rows) for p in plans])
 
     def _decide(self, plan: _Plan, logits: Tensor) -> _Outcome | None:

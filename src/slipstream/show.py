@@ -28,8 +28,12 @@ LEGEND = "[green]accepted draft[/] · [yellow]recovered[/] · [cyan]bonus[/]"
 
 def consoles() -> tuple[Console, Console]:
     """(out, err): text goes to stdout; what accompanies it too on a terminal, else to stderr."""
-    out = Console(highlight=False, soft_wrap=True)
-    return out, out if out.is_terminal else Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def console(stderr: bool) -> Console:
+        return Console(stderr=stderr, highlight=False, soft_wrap=True, emoji=False)
+
+    out = console(False)
+    return out, out if out.is_terminal else console(True)
 
 
 def piece(out: Console, item: Piece) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -14,16 +14,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slipstream import SamplingParams, SlipstreamError
+from slipstream.noise import Noise
 from slipstream.proof import distribution
 from slipstream.proof.distribution import (
-    AcceptanceTest,
     TestResult,
+    VerdictTests,
     g_test,
+    output_tests,
     sampled_tests,
-    surprise_test,
     target_distribution,
 )
+from slipstream.proof.martingale import EventBets, TokenBets
 from slipstream.types import Draft, Verdict, chain
+from slipstream.verify import block_verify, rejection_sample
 
 ALARM = distribution.FALSE_ALARM
 VOCAB = 12
@@ -92,9 +95,9 @@ def test_a_token_that_cannot_occur_is_loud_even_once() -> None:
 def test_rare_tokens_are_pooled_not_dropped() -> None:
     probs = torch.full((1000,), 0.5 / 999, dtype=torch.float64)
     probs[0] = 0.5
-    rare = Counter({0: 50} | {i: 1 for i in range(1, 51)})
+    rare = Counter({0: 50} | dict.fromkeys(range(1, 51), 1))
     assert g_test("x", rare, probs).p_value > 0.5
-    assert g_test("x", Counter({0: 95} | {i: 1 for i in range(1, 6)}), probs).p_value < ALARM
+    assert g_test("x", Counter({0: 95} | dict.fromkeys(range(1, 6), 1)), probs).p_value < ALARM
 
 
 def test_a_certain_token_passes_and_any_other_fails() -> None:
@@ -109,14 +112,14 @@ def test_a_certain_token_passes_and_any_other_fails() -> None:
 def test_samples_of_the_right_distributions_are_quiet() -> None:
     probs = distributions(2000)
     samples = [(draws(part, seed=n), part) for n, part in enumerate(probs.split(100))]
-    assert min(p_values(surprise_test(samples))) > 1e-3
+    assert min(p_values(output_tests(samples))) > 1e-3
 
 
 @pytest.mark.parametrize("temperature", [0.8, 1.25])
 def test_samples_at_another_temperature_are_loud(temperature: float) -> None:
     probs = distributions(2000)
     other = (probs.log() / temperature).softmax(-1)
-    surprise, transform = surprise_test([(draws(other), probs)])
+    surprise, transform = output_tests([(draws(other), probs)])
     assert surprise.p_value < ALARM
     assert transform.p_value < ALARM
     assert (surprise.statistic > 0) == (temperature > 1)
@@ -125,28 +128,36 @@ def test_samples_at_another_temperature_are_loud(temperature: float) -> None:
 def test_samples_of_the_neighbour_are_loud() -> None:
     """Row n drawn from the distribution of row n + 1: the fault of a shifted index."""
     probs = distributions(500)
-    assert max(p_values(surprise_test([(draws(probs.roll(-1, 0)), probs)]))) < ALARM
+    assert max(p_values(output_tests([(draws(probs.roll(-1, 0)), probs)]))) < ALARM
 
 
 def test_a_missing_tail_is_heard_by_the_transform() -> None:
     probs = distributions(3000)
     kept = probs.masked_fill(probs < probs.topk(3).values[:, -1:], 0)
     cut = kept / kept.sum(-1, keepdim=True)
-    assert surprise_test([(draws(cut), probs)])[1].p_value < ALARM
+    assert output_tests([(draws(cut), probs)])[1].p_value < ALARM
 
 
 def test_one_impossible_token_settles_it() -> None:
     probs = distributions(50)
     tokens = draws(probs)
     probs[7, tokens[7]] = 0
-    for result in surprise_test([(tokens, probs)]):
-        assert result.p_value < ALARM
-        assert result.samples == 50
+    surprise, transform = output_tests([(tokens, probs)])
+    assert surprise.p_value == 0
+    assert surprise.samples == transform.samples == 50
+
+
+def test_tokens_of_equal_probability_are_quiet() -> None:
+    """Logits of few bits tie often: which of the equals is taken must not matter."""
+    probs = torch.full((400, VOCAB), 1 / VOCAB, dtype=torch.float64)
+    assert min(p_values(output_tests([(draws(probs), probs)]))) > 1e-3
+    coarse = (distributions(2000).log() * 2).round().softmax(-1)
+    assert min(p_values(output_tests([(draws(coarse), coarse)]))) > 1e-3
 
 
 def test_certain_tokens_are_no_surprise() -> None:
     probs = torch.eye(VOCAB, dtype=torch.float64)
-    for result in surprise_test([(list(range(VOCAB)), probs)] * 10):
+    for result in output_tests([(list(range(VOCAB)), probs)] * 10):
         assert result.p_value > 1e-3
 
 
@@ -161,52 +172,166 @@ def test_the_p_value_of_kolmogorov_and_smirnov_is_the_textbook_one() -> None:
             assert distribution._ks(gap, count) == pytest.approx(expected.pvalue, abs=0.02)
 
 
-def test_the_p_value_of_a_normal_statistic_is_the_textbook_one() -> None:
-    for z in (0.0, 1.0, -2.5, 6.0):
-        assert distribution._two_sided(z) == pytest.approx(2 * scipy.stats.norm.sf(abs(z)))
+# Inside verification
+
+Verifier = Callable[[Draft, Tensor, Noise, int], Verdict]
 
 
-# Acceptance
+def verdicts(
+    verifier: Verifier = rejection_sample,
+    *,
+    verification: str = "rejection",
+    drawn_from: Tensor | None = None,
+    said: Callable[[Tensor], Tensor] = lambda draft_probs: draft_probs,
+    count: int = 400,
+) -> dict[str, float]:
+    """p-values after ``count`` chains of two guesses.
+
+    drawn_from: the distributions [2, V] of the guesses, if not those of the drafter. said: what
+    the drafter reports of its distributions.
+    """
+    rows = distributions(5, seed=4)
+    target, draft_probs = rows[:3], rows[3:]
+    tests = VerdictTests(verification)
+    for seed in range(count):
+        noise = Noise(seed)
+        source = draft_probs if drawn_from is None else drawn_from
+        tokens = [noise.sample_draft(row, at) for at, row in enumerate(source)]
+        draft = chain(tokens, said(draft_probs))
+        tests.observe(draft, target, verifier(draft, target, noise, 0))
+    return {result.name: result.p_value for result in tests.results()}
 
 
-def accepted(draft: Draft, target: Tensor, share: float, count: int = 400) -> TestResult:
-    test = AcceptanceTest()
-    for n in range(count):
-        path = [0] if n < share * count else []
-        test.observe(draft, target, Verdict(path=path, next_token=0, origin="recovered"))
-    return test.result()
+def test_right_verdicts_are_quiet() -> None:
+    found = verdicts()
+    assert list(found) == ["draft tokens", "acceptance", "acceptance coin", "next token"]
+    assert min(found.values()) > 1e-3
+    found = verdicts(block_verify, verification="block")
+    assert list(found) == ["draft tokens", "next token"]
+    assert min(found.values()) > 1e-3
 
 
-def test_a_sampled_draft_is_accepted_with_the_mass_in_common() -> None:
-    target, draft_probs = distributions(2)[:, None]
-    draft = chain([0], draft_probs)
-    target = torch.cat([target, target])
-    share = float(torch.minimum(target[:1], draft_probs).sum())
-    assert accepted(draft, target, share).p_value > 0.5
-    assert accepted(draft, target, share - 0.2).p_value < ALARM
-    assert accepted(draft, target, min(share + 0.2, 1)).p_value < ALARM
+def test_guesses_from_elsewhere_are_heard() -> None:
+    assert verdicts(drawn_from=distributions(2, seed=9))["draft tokens"] < ALARM
+
+
+def test_a_wrongly_reported_draft_distribution_is_heard() -> None:
+    found = verdicts(said=lambda draft_probs: (draft_probs.log() * 2).softmax(-1))
+    assert found["draft tokens"] < ALARM
+
+
+def _generous(draft: Draft, target: Tensor, noise: Noise, position: int) -> Verdict:
+    verdict = rejection_sample(draft, target, noise, position)
+    return verdict if verdict.path else Verdict(path=[0], next_token=0, origin="recovered")
+
+
+def test_too_many_accepted_are_heard() -> None:
+    found = verdicts(_generous)
+    assert found["acceptance"] < ALARM
+    assert found["acceptance coin"] < ALARM
+
+
+def _next_from(row: Callable[[Draft, Tensor, int], Tensor]) -> Verifier:
+    def verifier(draft: Draft, target: Tensor, noise: Noise, position: int) -> Verdict:
+        verdict = rejection_sample(draft, target, noise, position)
+        at = len(verdict.path)
+        token = noise.sample(row(draft, target, at), position + at)
+        return Verdict(path=verdict.path, next_token=token, origin=verdict.origin)
+
+    return verifier
+
+
+def test_a_next_token_from_another_distribution_is_heard() -> None:
+    plain_target = _next_from(lambda draft, target, at: target[at])
+    assert verdicts(plain_target)["next token"] < ALARM
+    row_before = _next_from(lambda draft, target, at: target[max(at - 1, 0)])
+    assert verdicts(row_before)["next token"] < ALARM
 
 
 def test_a_deterministic_draft_is_accepted_with_its_probability() -> None:
     target = torch.tensor([[0.3, 0.7], [0.5, 0.5]], dtype=torch.float64)
-    assert accepted(chain([0]), target, 0.3).p_value > 0.5
-    assert accepted(chain([0]), target, 0.5).p_value < ALARM
+
+    def accepted(share: float) -> dict[str, float]:
+        tests = VerdictTests("rejection")
+        for n in range(400):
+            if n < share * 400:
+                tests.observe(
+                    chain([0]), target, Verdict(path=[0], next_token=n % 2, origin="bonus")
+                )
+            else:
+                tests.observe(
+                    chain([0]), target, Verdict(path=[], next_token=1, origin="recovered")
+                )
+        return {result.name: result.p_value for result in tests.results()}
+
+    assert min(accepted(0.3).values()) > 1e-3
+    assert accepted(0.5)["acceptance"] < ALARM
+    assert accepted(0.1)["acceptance"] < ALARM
+
+
+def test_a_rejected_token_cannot_be_the_recovered_one_of_a_deterministic_draft() -> None:
+    tests = VerdictTests("rejection")
+    target = torch.tensor([[0.3, 0.7], [0.5, 0.5]], dtype=torch.float64)
+    tests.observe(chain([0]), target, Verdict(path=[], next_token=0, origin="recovered"))
+    assert {result.name: result.p_value for result in tests.results()}["next token"] == 0
 
 
 def test_only_positions_that_were_reached_count() -> None:
-    test = AcceptanceTest()
+    tests = VerdictTests("rejection")
     target = torch.full((4, 2), 0.5, dtype=torch.float64)
     for path in ([], [0], [0, 1], [0, 1, 2]):
-        verdict = Verdict(path=path, next_token=0, origin="recovered")
-        test.observe(chain([0, 0, 0]), target, verdict)
-    assert test.result().samples == 1 + 2 + 3 + 3
+        verdict = Verdict(path=path, next_token=1, origin="recovered")
+        tests.observe(chain([0, 0, 0]), target, verdict)
+    samples = {result.name: result.samples for result in tests.results()}
+    assert samples["acceptance"] == 1 + 2 + 3 + 3
 
 
-def test_nothing_drafted_says_nothing() -> None:
-    test = AcceptanceTest()
-    target = torch.full((1, 2), 0.5, dtype=torch.float64)
-    test.observe(Draft(), target, Verdict(path=[], next_token=0, origin="plain"))
-    assert (test.result().samples, test.result().p_value) == (0, 1)
+def test_nothing_drafted_is_tested_as_plain_decoding() -> None:
+    tests = VerdictTests("rejection")
+    target = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    tests.observe(Draft(), target, Verdict(path=[], next_token=0, origin="plain"))
+    (result,) = tests.results()
+    assert (result.name, result.samples, result.p_value) == ("next token", 1, 1)
+    tests.observe(Draft(), target, Verdict(path=[], next_token=1, origin="plain"))
+    assert tests.results()[0].p_value == 0
+
+
+# Bets
+
+
+def test_the_chance_of_a_false_alarm_is_what_the_p_value_says() -> None:
+    """Among 1000 honest series at most about one in twenty may reach p = 0.05."""
+    probs = distributions(1000 * 20, seed=6).view(1000, 20, VOCAB)
+    alarms = 0
+    for n, rows in enumerate(probs):
+        bets = TokenBets()
+        for row, token in zip(rows, draws(rows, seed=n), strict=True):
+            bets.add(row, token)
+        alarms += bets.p_value <= 0.05
+    assert alarms <= 70
+
+
+def test_the_statistic_of_token_bets_is_nearly_standard_normal() -> None:
+    probs = distributions(2000)
+    bets = TokenBets()
+    for row, token in zip(probs, draws(probs), strict=True):
+        bets.add(row, token)
+    assert bets.count == 2000
+    assert abs(bets.statistic) < 4
+
+
+def test_event_bets_hear_a_chance_that_is_off() -> None:
+    rng = np.random.default_rng(1)
+    right, wrong = EventBets(), EventBets()
+    for chance in rng.random(600):
+        right.add(bool(rng.random() < chance), chance)
+        wrong.add(bool(rng.random() < 0.7 * chance), chance)
+    assert right.p_value > 1e-3
+    assert wrong.p_value < ALARM
+
+
+def test_no_evidence_is_a_p_value_of_one() -> None:
+    assert TokenBets().p_value == EventBets().p_value == 1
 
 
 # On a model
@@ -248,10 +373,10 @@ def test_what_is_tested(verification: str) -> None:
         advance=lambda: calls.append(None),
     )
     counted = [f"{which} token, prompt {n}" for n in (0, 1) for which in ("first", "second")]
-    expected = ["surprise", "PIT (KS)", *counted]
-    # in blocks a single position is not accepted with the mass in common
-    expected += ["acceptance"] * (verification == "rejection")
-    assert [result.name for result in results] == expected
+    inside = ["draft tokens", "acceptance", "acceptance coin", "next token"]
+    if verification == "block":  # in blocks a single position is accepted with another chance
+        inside = ["draft tokens", "next token"]
+    assert [result.name for result in results] == ["surprise", "PIT (KS)", *counted, *inside]
     assert results[0].samples == 24
     assert results[2].samples == 20
     assert len(calls) == 3 + 2 * 20

@@ -10,37 +10,41 @@ import tiny_llm
 import torch
 from torch import Tensor
 
-from slipstream import LLM, SamplingParams, cli, engine, verify
+from slipstream import SamplingParams, cli, engine, verify
 from slipstream.drafters.draft_model import DraftModelDrafter
 from slipstream.noise import Noise
+from slipstream.proof.distribution import TestResult
 from slipstream.proof.identity import Mismatch
 from slipstream.proof.run import Proof, prove
 from slipstream.request import Request
 from slipstream.types import ROOT, Draft, StepOutput, Verdict
 
 PROMPTS = ["the train", "a lighthouse keeper", "in on an", "x"]
-K = 3
+K = 2
 NGRAM = {"method": "ngram", "num_speculative_tokens": K}
 DRAFT = {"method": "draft_model", "model": str(tiny_llm.draft()), "num_speculative_tokens": K}
 WAYS = {"ngram": NGRAM, "draft model": DRAFT, "block": DRAFT | {"verification": "block"}}
 
 
 def proof(
-    config: dict[str, Any], params: SamplingParams | None = None, llm: LLM | None = None
+    way: str, settings: dict[str, Any], prompts: Sequence[str] = PROMPTS[:1], k: int = K
 ) -> Proof:
-    params = params or SamplingParams(temperature=1, max_tokens=64)
-    return prove(llm or tiny_llm.llm(config), config["method"], PROMPTS, params, repeats=150)
+    """Many requests in flight: most of the time goes into short samples."""
+    config = WAYS[way] | {"num_speculative_tokens": k}
+    llm = tiny_llm.llm(config, max_num_seqs=32)
+    params = SamplingParams(max_tokens=32, **settings)
+    return prove(llm, config["method"], prompts, params, repeats=200)
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 1}, {"top_p": 0.9}], ids=["T=1", "top_p"])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_proof_passes(way: str, settings: dict[str, Any]) -> None:
-    found = proof(WAYS[way], SamplingParams(max_tokens=64, **settings))
+    found = proof(way, settings, PROMPTS)
     assert found.passed
     assert (found.faults, found.mismatches) == (0, [])
     assert found.prompts == len(PROMPTS)
-    assert found.tokens == 64 * len(PROMPTS)
-    assert len(found.tests) == (6 if way == "block" else 7)
+    assert found.tokens == 32 * len(PROMPTS)
+    assert found.tests
 
 
 def test_the_sampled_tests_may_be_left_out() -> None:
@@ -50,24 +54,30 @@ def test_the_sampled_tests_may_be_left_out() -> None:
     assert found.passed
 
 
+def a_proof(**changes: Any) -> Proof:
+    tests = [TestResult(name="t", samples=9, statistic=0.0, p_value=0.5)] * 7
+    found = Proof(model="m", method="x", prompts=2, tokens=9, mismatches=[], tests=tests)
+    return replace(found, **changes)
+
+
 def test_the_alarm_levels_add_up_to_the_stated_rate() -> None:
-    found = proof(NGRAM)
+    found = a_proof()
+    assert found.passed
     assert found.alarm_below * len(found.tests) == pytest.approx(found.false_alarm)
+    just_below = replace(found.tests[0], p_value=0.99 * found.alarm_below)
+    assert not replace(found, tests=[*found.tests[1:], just_below]).passed
 
 
 def test_near_ties_pass_and_faults_do_not() -> None:
     tie = Mismatch(prompt="", position=0, plain_token=1, other_token=2, gap=0.0, kind="near-tie")
     fault = replace(tie, kind="fault", gap=3.0)
-    found = Proof(model="m", method="x", prompts=2, tokens=9, mismatches=[tie], tests=[])
-    assert found.passed
-    assert not replace(found, mismatches=[tie, fault]).passed
+    assert a_proof(mismatches=[tie]).passed
+    assert not a_proof(mismatches=[tie, fault]).passed
 
 
 def test_a_p_value_that_is_no_number_does_not_pass() -> None:
-    found = proof(NGRAM)
-    assert found.passed
-    broken = replace(found.tests[0], p_value=float("nan"))
-    assert not replace(found, tests=[broken, *found.tests[1:]]).passed
+    broken = TestResult(name="t", samples=0, statistic=0.0, p_value=float("nan"))
+    assert not a_proof(tests=[broken]).passed
 
 
 # Planted faults. Each is the kind of mistake that gives fluent text.
@@ -157,10 +167,8 @@ def acceptance_is_never_certain(patch: pytest.MonkeyPatch) -> None:
         (residual_is_the_target, "block", {}),
         (a_wrong_token_is_accepted, "ngram", {}),
         (a_wrong_token_is_accepted, "draft model", {}),
-        (draft_probs_are_raw, "draft model", {"temperature": 0.7}),
-        (draft_probs_are_raw, "block", {"temperature": 0.7}),
-        (bonus_from_the_row_before, "draft model", {}),
-        (bonus_from_the_drafter, "draft model", {}),
+        (draft_probs_are_raw, "draft model", {"temperature": 0.5}),
+        (draft_probs_are_raw, "block", {"temperature": 0.5}),
         (every_draft_is_accepted, "draft model", {}),
         (every_draft_is_accepted, "block", {}),
         (acceptance_is_never_certain, "draft model", {}),
@@ -170,7 +178,16 @@ def test_a_planted_fault_fails(
     plant: Plant, way: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    assert not proof(WAYS[way], SamplingParams(max_tokens=64, **settings)).passed
+    assert not proof(way, settings).passed
+
+
+@pytest.mark.parametrize("plant", [bonus_from_the_row_before, bonus_from_the_drafter])
+def test_a_bonus_from_another_distribution_fails(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With K = 1 every second token may be a bonus."""
+    plant(monkeypatch)
+    assert not proof("draft model", {}, PROMPTS[:2], k=1).passed
 
 
 @pytest.mark.parametrize("way", ["ngram", "draft model"])
@@ -180,7 +197,7 @@ def test_a_planted_fault_fails(
     ids=["a row dropped", "a row kept twice"],
 )
 def test_a_fault_of_the_cache_fails(
-    way: str, faulty: Callable[[Sequence[int]], list[int]], monkeypatch: pytest.MonkeyPatch
+    way: str, faulty: Callable[[list[int]], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only where a draft was accepted: plain decoding, which is compared with, stays right."""
     llm = tiny_llm.llm(WAYS[way])
@@ -192,7 +209,7 @@ def test_a_fault_of_the_cache_fails(
         commit(output, slots, rows)
 
     monkeypatch.setattr(llm.engine.cache, "commit", wrong)
-    assert not proof(WAYS[way], llm=llm).passed
+    assert not prove(llm, way, PROMPTS, SamplingParams(max_tokens=80), repeats=0).passed
 
 
 # The command
@@ -224,7 +241,7 @@ def test_the_command_exits_with_0_and_says_so(
     assert found["passed"] is True
     assert found["greedy"] == {"prompts": 2, "identical": 2, "tokens": 48, "mismatches": []}
     assert found["sampled"]["false_alarm"] == 1e-6
-    assert len(found["sampled"]["tests"]) == 7
+    assert found["sampled"]["tests"]
     for test in found["sampled"]["tests"]:
         assert set(test) == {"name", "samples", "statistic", "p_value"}
 
@@ -236,7 +253,7 @@ def test_the_command_exits_with_1_on_a_fault(
     assert cli.main(verify_command(prompts_file, "--greedy-only", "--json")) == 1
     *shown, last = capsys.readouterr().out.splitlines()
     assert any("FAULT: the text changed" in line for line in shown)
-    assert any(line.startswith("fault at output token") for line in shown)
+    assert any("fault at output token" in line for line in shown)
     found = json.loads(last)
     assert found["passed"] is False
     assert found["sampled"]["tests"] == []

@@ -117,6 +117,7 @@ TESTED = [
     "cohere2",
     "gemma2",
     "gemma3_text",
+    "gpt2",
     "gpt_neox",
     "gpt_oss",
     "granite",

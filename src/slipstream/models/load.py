@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,13 +36,13 @@ def load(
     """
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-        raise unknown("device", device, ("auto", "cpu", "cuda", "cuda:N"))
-    folder = resolve(model, notify=notify) if notify else resolve(model)
-    from slipstream.runtimes.torch import load as load_torch  # heavy: after the cheap errors
+    from slipstream.runtimes.torch import find_device
+    from slipstream.runtimes.torch import load as load_torch
 
+    place = find_device(device)
+    folder = resolve(model, notify=notify) if notify else resolve(model)
     tokenizer = _tokenizer(folder, model)
-    runtime = load_torch(folder, name=model, dtype=dtype, device=device)
+    runtime = load_torch(folder, name=model, dtype=dtype, device=place)
     vocab_size = min(vocabulary_size(tokenizer), runtime.vocab_size)
     return LoadedModel(
         name=model,

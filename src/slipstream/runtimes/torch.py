@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from slipstream import tree
 from slipstream.cache import Cache, LayerShape
+from slipstream.config import unknown
 from slipstream.errors import SlipstreamError
 from slipstream.models.adapter import (
     ATTENTION,
@@ -135,17 +137,15 @@ class TorchRuntime:
         ]
 
 
-def load(folder: Path, *, name: str, dtype: str, device: str) -> TorchRuntime:
+def load(folder: Path, *, name: str, dtype: str, device: torch.device) -> TorchRuntime:
     """Load a transformers checkpoint folder.
 
     dtype: a key of ``DTYPES``, or "auto": float32 on CPUs, the checkpoint's own on GPUs.
-    device: "cpu", "cuda", "cuda:1" …, or "auto": the first GPU if there is one.
     """
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    place = _device(device)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
@@ -153,7 +153,7 @@ def load(folder: Path, *, name: str, dtype: str, device: str) -> TorchRuntime:
         check_config(config, name)
         with torch.device("meta"):  # the class tells, before any weight is read
             check_model(AutoModelForCausalLM.from_config(config), name)
-        chosen: Any = torch.float32 if place.type == "cpu" else "auto"
+        chosen: Any = torch.float32 if device.type == "cpu" else "auto"
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=chosen if dtype == "auto" else DTYPES[dtype],
@@ -171,18 +171,22 @@ def load(folder: Path, *, name: str, dtype: str, device: str) -> TorchRuntime:
             f"{name}: {folder} lacks {len(absent)} of the model's tensors, {absent[0]} first: "
             "fetch the checkpoint again"
         )
-    runtime = TorchRuntime(model.to(place), name)
+    runtime = TorchRuntime(model.to(device), name)
     if config.get_text_config().model_type not in TESTED:
         runtime.check_against_transformers()
     return runtime
 
 
-def _device(device: str) -> torch.device:
+def find_device(device: str) -> torch.device:
+    """ "cpu", "cuda", "cuda:1" …, or "auto": the first GPU if there is one, else the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise unknown("device", device, ("auto", "cpu", "cuda", "cuda:N"))
     place = torch.device(device)
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise SlipstreamError(f"device {device} asked for, but torch sees no GPU: use --device cpu")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise SlipstreamError(f"no {device} here, torch sees {count} GPUs: use --device cpu")
     return place
 
 
