@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import tiny_llm
-import torch
 
 from slipstream import LLM, SamplingParams, SlipstreamError
 from slipstream.compare import compare
@@ -84,7 +83,7 @@ def test_token_ids_are_a_prompt_too(way: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [greedy(max_tokens=12), sampled(max_tokens=12)], ids=["greedy", "sampled"]
+    "params", [greedy(max_tokens=6), sampled(max_tokens=6)], ids=["greedy", "sampled"]
 )
 def test_more_prompts_than_slots_are_answered_in_order(way: LLM, params: SamplingParams) -> None:
     prompts = [f"{prompt} {n}" for n in range(2) for prompt in PROMPTS]
@@ -312,7 +311,8 @@ def test_a_stop_string_over_several_tokens_ends_the_text_before_it(way: LLM) -> 
 
 def test_a_stop_string_inside_an_accepted_draft_drops_the_rest_of_it() -> None:
     llm = tiny_llm.llm(NGRAM | {"num_speculative_tokens": 8})
-    (whole,) = llm.generate("the train", greedy(max_tokens=60))
+    prompt = "abcdef,." * 4
+    (whole,) = llm.generate(prompt, greedy(max_tokens=60))
     origins = whole.outputs[0].origins
     at = next(
         i
@@ -320,10 +320,10 @@ def test_a_stop_string_inside_an_accepted_draft_drops_the_rest_of_it() -> None:
         if all(origin == "accepted" for origin in origins[i - 2 : i + 3])
     )
     prefix = llm.tokenizer.decode(ids(whole)[: at + 1])
-    stop = prefix[-40:]  # as long as that it is found nowhere sooner
-    (output,) = llm.generate("the train", greedy(max_tokens=60, stop=[stop], logprobs=0))
+    stop = prefix  # a repeating text: anything shorter might be found sooner
+    (output,) = llm.generate(prompt, greedy(max_tokens=60, stop=[stop], logprobs=0))
     assert ids(output) == ids(whole)[: at + 1]
-    assert text(output) == prefix[: -len(stop)]
+    assert text(output) == ""
     assert len(output.outputs[0].logprobs or []) == at + 1
 
 
@@ -346,9 +346,10 @@ def test_a_stop_string_at_once_leaves_an_empty_text(way: LLM) -> None:
 
 
 def test_no_stop_string_counts_before_min_tokens(way: LLM) -> None:
-    first = text(way.generate("the train", greedy(max_tokens=1))[0])
-    (output,) = way.generate("the train", greedy(stop=first[0], min_tokens=5))
+    whole = text(way.generate("the train", greedy())[0])
+    (output,) = way.generate("the train", greedy(stop=[whole[0], whole[14]], min_tokens=5))
     assert len(ids(output)) > 5
+    assert text(output).startswith(whole[0])
     assert output.outputs[0].finish_reason == "stop"
 
 
@@ -521,7 +522,7 @@ def test_token_ids_that_the_model_lacks_are_refused(tokens: Any) -> None:
 
 def test_a_token_id_in_the_parameters_that_the_model_lacks_is_refused(way: LLM) -> None:
     for params in (greedy(stop_token_ids=[265]), greedy(logit_bias={265: 1.0})):
-        assert "below the vocabulary size 265" in error_of(lambda p=params: way.generate("x", p))
+        assert "vocabulary size 265" in error_of(lambda p=params: way.generate("x", p))
 
 
 def test_an_unknown_key_of_a_prompt_is_refused() -> None:
@@ -568,7 +569,6 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path, content: str) -> None:
 
 @pytest.fixture(scope="module")
 def default() -> LLM:
-    torch.set_num_threads(2)
     return LLM()
 
 
@@ -581,8 +581,8 @@ def test_the_default_model_knows_the_capital_of_france(default: LLM) -> None:
 @pytest.mark.model
 def test_the_default_model_says_the_same_with_ngram(default: LLM) -> None:
     llm = default.with_speculation({"method": "ngram"})
-    conversation = [{"role": "user", "content": "Repeat: red green blue red green blue red green"}]
-    found = compare(llm, "ngram", conversation, greedy(max_tokens=32))
+    prompt = "red green blue " * 4
+    found = compare(llm, "ngram", prompt, greedy(max_tokens=32))
     assert found.identical
     assert found.mismatch is None
     assert found.speculative.metrics.accepted > 0

@@ -154,15 +154,16 @@ def _stream(llm: Any, prompt: Any, params: SamplingParams) -> tuple[Any, bool]:
 
     out, _ = show.consoles()
     stream: Stream = llm.stream(prompt, params)
-    interrupted = False
+    shown, interrupted = 0, False
     try:
         for piece in stream:
             show.piece(out, piece)
+            shown += len(piece.text)
     except KeyboardInterrupt:
         interrupted = True
     finally:
         stream.close()
-    out.print()
+    out.print(stream.output().outputs[0].text[shown:], markup=False)
     return stream.output(), interrupted
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -61,7 +62,9 @@ def speculation(metrics: Metrics) -> str:
 
 def comparison(err: Console, found: Comparison) -> None:
     """Both speeds, and whether the texts are the same."""
-    table = Table(title=f"{found.model}: plain against {found.method}", title_justify="left")
+    table = Table(
+        title=f"{escape(found.model)}: plain against {found.method}", title_justify="left"
+    )
     for column in ("", "tokens/s", "tokens", "seconds", "τ", "acceptance"):
         table.add_column(column, justify="left" if not column else "right")
     for name, run in (("plain", found.plain), (found.method, found.speculative)):
@@ -112,7 +115,7 @@ def proof(out: Console, found: Proof) -> None:
     """The proof as a table of tests and a verdict."""
     same = found.prompts - len(found.mismatches)
     near = len(found.mismatches) - found.faults
-    table = Table(title=f"{found.model} with {found.method}", title_justify="left")
+    table = Table(title=f"{escape(found.model)} with {found.method}", title_justify="left")
     for column in ("test", "samples", "result", "p", ""):
         table.add_column(column, justify="left" if column in ("test", "") else "right")
     states = {True: "[green]passed[/]", False: "[red]FAULT[/]"}

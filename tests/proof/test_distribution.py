@@ -254,14 +254,8 @@ def test_a_deterministic_draft_is_accepted_with_its_probability() -> None:
     def accepted(share: float) -> dict[str, float]:
         tests = VerdictTests("rejection")
         for n in range(400):
-            if n < share * 400:
-                tests.observe(
-                    chain([0]), target, Verdict(path=[0], next_token=n % 2, origin="bonus")
-                )
-            else:
-                tests.observe(
-                    chain([0]), target, Verdict(path=[], next_token=1, origin="recovered")
-                )
+            path, token = ([0], n % 2) if n < share * 400 else ([], 1)
+            tests.observe(chain([0]), target, Verdict(path=path, next_token=token, origin="bonus"))
         return {result.name: result.p_value for result in tests.results()}
 
     assert min(accepted(0.3).values()) > 1e-3

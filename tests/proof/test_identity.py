@@ -32,24 +32,25 @@ def test_equal_tokens_are_no_mismatch() -> None:
 
 def test_the_first_difference_is_found_and_measured() -> None:
     tokens = greedy_tokens()
-    other = [*tokens[:5], 77, 78, *tokens[7:]]
+    other = [*tokens[:5], 3, 3, *tokens[7:]]
     found = classified(tokens, other)
     row = target_logits(tiny_llm.llm().engine, [*PROMPT, *tokens[:5]], len(PROMPT) + 5)[0]
     assert found is not None
-    assert (found.position, found.plain_token, found.other_token) == (5, tokens[5], 77)
-    assert found.gap == pytest.approx(float(row[tokens[5]] - row[77]), abs=1e-5)
+    assert (found.position, found.plain_token, found.other_token) == (5, tokens[5], 3)
+    assert found.gap == pytest.approx(float(row[tokens[5]] - row[3]), abs=1e-5)
     assert found.prompt == "the train"
 
 
 @pytest.mark.parametrize(("share", "kind"), [(0.9, "near-tie"), (1.1, "fault"), (-1.1, "fault")])
 def test_a_gap_that_rounding_explains_is_a_near_tie(share: float, kind: str) -> None:
-    """A bias brings token 77 as near to the best one as it takes."""
+    """A bias brings another token as near to the best one as it takes."""
     tokens = greedy_tokens()
     row = target_logits(tiny_llm.llm().engine, PROMPT, len(PROMPT))[0]
     wanted = share * identity.NEAR_TIE[torch.float32]
-    bias = float(row[tokens[0]] - row[77]) - wanted
-    params = SamplingParams(temperature=0, logit_bias={77: bias})
-    found = classified(tokens, [77, *tokens[1:]], params)
+    other = int(row.argmin())
+    bias = float(row[tokens[0]] - row[other]) - wanted
+    params = SamplingParams(temperature=0, logit_bias={other: bias})
+    found = classified(tokens, [other, *tokens[1:]], params)
     assert found is not None
     assert found.kind == kind
     assert found.gap == pytest.approx(wanted, abs=1e-5)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import tiny_llm
-import torch
 from torch import Tensor
 
 from slipstream import SamplingParams, cli, engine, verify
@@ -27,23 +26,27 @@ WAYS = {"ngram": NGRAM, "draft model": DRAFT, "block": DRAFT | {"verification": 
 
 
 def proof(
-    way: str, settings: dict[str, Any], prompts: Sequence[str] = PROMPTS[:1], k: int = K
+    way: str,
+    settings: dict[str, Any],
+    prompts: Sequence[str] = PROMPTS[:1],
+    k: int = K,
+    repeats: int = 150,
 ) -> Proof:
     """Many requests in flight: most of the time goes into short samples."""
     config = WAYS[way] | {"num_speculative_tokens": k}
     llm = tiny_llm.llm(config, max_num_seqs=32)
     params = SamplingParams(max_tokens=32, **settings)
-    return prove(llm, config["method"], prompts, params, repeats=200)
+    return prove(llm, config["method"], prompts, params, repeats=repeats)
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 1}, {"top_p": 0.9}], ids=["T=1", "top_p"])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_proof_passes(way: str, settings: dict[str, Any]) -> None:
-    found = proof(way, settings, PROMPTS)
+    found = proof(way, settings, PROMPTS[:3], repeats=40)
     assert found.passed
     assert (found.faults, found.mismatches) == (0, [])
-    assert found.prompts == len(PROMPTS)
-    assert found.tokens == 32 * len(PROMPTS)
+    assert found.prompts == 3
+    assert found.tokens == 32 * 3
     assert found.tests
 
 
@@ -187,7 +190,7 @@ def test_a_bonus_from_another_distribution_fails(
 ) -> None:
     """With K = 1 every second token may be a bonus."""
     plant(monkeypatch)
-    assert not proof("draft model", {}, PROMPTS[:2], k=1).passed
+    assert not proof("draft model", {}, PROMPTS[:2], k=1, repeats=80).passed
 
 
 @pytest.mark.parametrize("way", ["ngram", "draft model"])
@@ -285,7 +288,6 @@ def test_the_json_of_a_text_that_ended_sooner_is_json(
 
 @pytest.mark.model
 def test_the_default_model_passes_greedily(capsys: pytest.CaptureFixture[str]) -> None:
-    torch.set_num_threads(2)
     arguments = ["verify", "--greedy-only", "--num-prompts", "2", "--max-tokens", "24"]
     assert cli.main(arguments) == 0
     assert "passed: nothing changed" in capsys.readouterr().out

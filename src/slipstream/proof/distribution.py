@@ -54,16 +54,25 @@ def target_distribution(
 def _judged(
     llm: LLM, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
 ) -> tuple[list[int], Tensor]:
-    """Tokens and their distributions, less the tokens that rounding moved over a threshold.
-
-    A token at the edge of top-p or min-p may fall inside in one forward pass and outside in
-    another; one that would be inside with a slightly wider edge is no evidence of a fault.
-    """
+    """Tokens and their distributions, less the tokens that rounding moved over a threshold."""
     probs = target_distribution(llm, prompt, output, params)
-    wider = replace(params, top_p=min(1, params.top_p + 1e-4), min_p=params.min_p * 0.999)
-    inside = target_distribution(llm, prompt, output, wider) if wider != params else probs
-    kept = [i for i, t in enumerate(output) if probs[i, t] > 0 or inside[i, t] <= 0]
+    wider = target_distribution(llm, prompt, output, _wider(params))
+    kept = [i for i, t in enumerate(output) if probs[i, t] > 0 or wider[i, t] <= 0]
     return [output[i] for i in kept], probs[kept]
+
+
+def _wider(params: SamplingParams) -> SamplingParams:
+    """The same with slightly wider edges.
+
+    A token at the edge of top-k, top-p or min-p may fall inside in one forward pass and outside in
+    another; one that is inside with these is no evidence of a fault.
+    """
+    return replace(
+        params,
+        top_k=params.top_k + 1 if params.top_k > 0 else params.top_k,
+        top_p=min(1, params.top_p + 1e-4),
+        min_p=params.min_p * 0.999,
+    )
 
 
 def output_tests(samples: Sequence[tuple[Sequence[int], Tensor]]) -> list[TestResult]:
@@ -79,7 +88,8 @@ def output_tests(samples: Sequence[tuple[Sequence[int], Tensor]]) -> list[TestRe
         for token, probs in zip(tokens, rows, strict=True):
             bets.add(probs, token)
             above = float((probs * (probs > probs[token])).sum())
-            uniforms.append(above + rng.random() * float(probs[token]))
+            tied = float((probs * (probs == probs[token])).sum())  # in no order among themselves
+            uniforms.append(above + rng.random() * tied)
     gap = _ks_gap(uniforms)
     return [
         _result("surprise", bets),
@@ -210,9 +220,14 @@ def _count(
     common = firsts.most_common(1)[0][0]
     seconds = Counter(output[1] for output in outputs if output[0] == common and output[1:])
     probs = target_distribution(plain, prompt, [common, common], short)
-    results = [g_test(f"first token, {name}", firsts, probs[0])]
-    if seconds:  # a context may leave room for one token only
-        results.append(g_test(f"second token, {name}", seconds, probs[1]))
+    wider = target_distribution(plain, prompt, [common, common], _wider(short))
+    results = []
+    for place, counts, row, edge in zip(
+        ("first", "second"), (firsts, seconds), probs, wider, strict=True
+    ):
+        inside = {t: n for t, n in counts.items() if row[t] > 0 or edge[t] <= 0}
+        if inside:  # a context may leave room for one token only
+            results.append(g_test(f"{place} token, {name}", Counter(inside), row))
     return results
 
 
