@@ -483,7 +483,7 @@ def test_an_argument_that_is_not_text_is_refused(generate: Run) -> None:
 
 
 def long_run(*options: str) -> subprocess.Popen[bytes]:
-    """A text that would go on for minutes."""
+    """A text that would go on for long."""
     command = ["generate", "--model", TARGET, "--max-tokens", "4000", "--ignore-eos", "the train"]
     return subprocess.Popen(
         [sys.executable, "-c", MAIN, *command, *options],

@@ -141,13 +141,13 @@ SPECULATION: list[tuple[dict[str, Any], str]] = [
     ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min"),
     ({"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 2}, "prompt_lookup_max"),
     ({"method": "ngram", "prompt_lookup_max": "4"}, "prompt_lookup_max"),
-    ({"method": "ngram", "verification": "blok"}, "'blok'.*did you mean 'block'"),
-    ({"method": "ngram", "verification": ["block"]}, "verification"),
+    ({"method": "ngram", "rejection_sample_method": "blok"}, "'blok'.*did you mean 'block'"),
+    ({"method": "ngram", "rejection_sample_method": ["block"]}, "rejection_sample_method"),
     ({"method": "draft_model"}, "model"),
     ({"model": ""}, "model"),
     ({"model": 5}, "model"),
     ({"model": "x", "num_speculative_tokens": 0}, "num_speculative_tokens"),
-    ({"model": "x", "draft_sampling": "greed"}, "did you mean 'greedy'"),
+    ({"model": "x", "draft_sample_method": "greed"}, "did you mean 'greedy'"),
 ]
 
 
@@ -162,16 +162,16 @@ def test_a_good_speculative_config() -> None:
     assert parsed == drafters.Speculation(
         method="ngram", drafter=NgramConfig(num_speculative_tokens=3)
     )
-    parsed = drafters.parse({"model": "some/model", "verification": "block"})
+    parsed = drafters.parse({"model": "some/model", "rejection_sample_method": "block"})
     assert parsed.method == "draft_model"
-    assert parsed.verification == "block"
+    assert parsed.rejection_sample_method == "block"
     assert parsed.drafter == DraftModelConfig(model="some/model")
 
 
 def test_parsing_leaves_the_users_dictionary_as_it_was() -> None:
-    values = {"method": "ngram", "verification": "block"}
+    values = {"method": "ngram", "rejection_sample_method": "block"}
     drafters.parse(values)
-    assert values == {"method": "ngram", "verification": "block"}
+    assert values == {"method": "ngram", "rejection_sample_method": "block"}
 
 
 def test_every_method_of_the_table_can_be_imported() -> None:

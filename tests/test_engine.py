@@ -111,7 +111,7 @@ def test_a_seed_repeats_its_text_and_another_gives_another(name: str) -> None:
     assert run(DRAFTERS[name](), PROMPTS)[0] != run(DRAFTERS[name](), PROMPTS, seed=10)[0]
 
 
-@pytest.mark.parametrize("verification", ["rejection", "block"])
+@pytest.mark.parametrize("verification", ["standard", "block"])
 @pytest.mark.parametrize(("temperature", "sampled"), [(0, True), (0, False), (1, True)])
 def test_the_target_as_its_own_draft_model_is_always_right(
     temperature: float, sampled: bool, verification: str
@@ -121,7 +121,7 @@ def test_the_target_as_its_own_draft_model_is_always_right(
         draft_model(TARGET, sampled),
         PROMPTS,
         3,
-        {"verification": verification},
+        {"rejection_sample_method": verification},
         temperature=temperature,
         max_tokens=12,
     )
@@ -446,3 +446,22 @@ def test_every_request_is_released_by_the_drafter_once() -> None:
     requests = [engine.add(p, SamplingParams(max_tokens=3)) for p in PROMPTS]
     drain(engine)
     assert sorted(r.request_id for r in drafter.released) == [r.request_id for r in requests]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_are_refused(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = toy_engine(TARGET)
+    request = engine.add([1, 2], SamplingParams())
+    step = ToyRuntime.step
+
+    def broken(self: ToyRuntime, *args: Any) -> Any:
+        output = step(self, *args)
+        output.logits[0, 1] = value
+        return output
+
+    monkeypatch.setattr(ToyRuntime, "step", broken)
+    with pytest.raises(SlipstreamError, match="not numbers"):
+        engine.step()
+    assert request.output == []

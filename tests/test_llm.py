@@ -1,5 +1,7 @@
 """The Python API on a tiny model with a real tokenizer, and a few checks on the default model."""
 
+import gc
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +21,8 @@ WAYS = {
     "plain": None,
     "ngram": NGRAM,
     "draft model": DRAFT,
-    "greedy draft": DRAFT | {"draft_sampling": "greedy"},
-    "block": DRAFT | {"verification": "block"},
+    "greedy draft": DRAFT | {"draft_sample_method": "greedy"},
+    "block": DRAFT | {"rejection_sample_method": "block"},
 }
 NOWHERE = "/no/such/model"  # loading it fails: an error about anything else came before
 PROMPTS = ["the train", "in", "a lighthouse keeper", "one on an in", "x"]
@@ -464,8 +466,8 @@ def test_processed_logprobs_are_finite_for_what_was_chosen() -> None:
         ({"method": "ngram", "prompt_lookup_max": 1}, "at least prompt_lookup_min"),
         ({"method": "draft_model"}, "draft_model option 'model' is missing"),
         ({"method": "draft_model", "model": ""}, "model must be"),
-        ({"model": "x", "draft_sampling": "always"}, "unknown draft_sampling 'always'"),
-        ({"method": "ngram", "verification": "blocks"}, "did you mean 'block'"),
+        ({"model": "x", "draft_sample_method": "always"}, "unknown draft_sample_method 'always'"),
+        ({"method": "ngram", "rejection_sample_method": "blocks"}, "did you mean 'block'"),
     ],
 )
 def test_a_bad_speculative_config_is_refused_before_anything_is_loaded(
@@ -609,3 +611,32 @@ def test_a_ragged_batch_of_the_default_model_says_what_each_says_alone(default: 
         (alone,) = llm.generate(output.prompt or "", params)
         found = compare_tokens(llm, output.prompt_token_ids, ids(alone), ids(output), params)
         assert found is None or found.kind == "near-tie"
+
+
+def test_a_stream_that_is_dropped_unread_frees_its_place() -> None:
+    llm = tiny_llm.llm()
+    llm.stream("the train", greedy())
+    gc.collect()
+    assert len(llm.engine.scheduler) == 0
+
+
+def test_a_prompt_may_be_a_dictionary_with_text() -> None:
+    llm = tiny_llm.llm()
+    named = llm.generate({"prompt": "the train"}, greedy())[0]
+    assert text(named) == text(llm.generate("the train", greedy())[0])
+
+
+def test_the_ids_that_end_a_text_come_from_the_config_where_nothing_else_names_them(
+    tmp_path: Path,
+) -> None:
+    config = json.loads((tiny_llm.target() / "config.json").read_text()) | {"eos_token_id": [7, 9]}
+    folder = tiny_llm.copy_of(tiny_llm.target(), tmp_path / "copy", **config)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    assert {7, 9} <= set(LLM(str(folder)).model.eos_token_ids)
+
+
+def test_a_template_that_refuses_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = tiny_llm.llm()
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ raise_exception('no system here') }}")
+    with pytest.raises(SlipstreamError, match="no system here"):
+        llm.chat([{"role": "system", "content": "x"}])

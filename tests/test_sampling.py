@@ -232,3 +232,16 @@ def test_no_most_probable_tokens_asked_for_gives_the_chosen_one_alone() -> None:
 def test_rank_counts_the_more_probable_tokens_only() -> None:
     (row,) = sampling.logprobs_of(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), [2], 0)
     assert row[2].rank == 1
+
+
+def test_a_rows_nucleus_does_not_depend_on_other_rows() -> None:
+    """Coarse logits tie often; a flat row makes top-p look at the whole vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(20, 2000, generator=generator) * 8).round() / 4
+    flat = torch.zeros(1, 2000)
+    params = SamplingParams(top_p=0.5)
+    alone = sampling.truncate(logits, params)
+    beside = sampling.truncate(torch.cat([logits, flat]), params)[:-1]
+    assert torch.equal(alone, beside)
+    for row, kept in zip(logits, alone, strict=True):
+        assert torch.equal(sampling.truncate(row[None], params)[0], kept)

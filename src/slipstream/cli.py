@@ -12,7 +12,7 @@ from slipstream import __version__
 from slipstream.errors import SlipstreamError
 from slipstream.models.sources import DEFAULT_MODEL
 
-EXIT_FAULT, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,11 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     chat = command("chat", "Talk with the model.")
     chat.add_argument("--system", metavar="TEXT", help="system message")
     for sub in (generate, chat):
-        _model_options(sub)
+        _model_options(sub, max_num_seqs=1)
         _sampling_options(sub)
 
     verify = command("verify", "Prove on your model that speculation changes nothing.")
-    _model_options(verify)
+    _model_options(verify, max_num_seqs=8)
+    verify.add_argument("--seed", type=int, default=0, help="another one is fresh evidence")
     verify.add_argument("--prompts", metavar="FILE", help="a prompt a line, or JSONL")
     verify.add_argument("--num-prompts", type=int, default=8, help="prompts used (default 8)")
     verify.add_argument("--max-tokens", type=int, default=64, help="an answer's (default 64)")
@@ -87,12 +88,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _model_options(parser: argparse.ArgumentParser) -> None:
+def _model_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--model", default=DEFAULT_MODEL, help="hub id, folder, GGUF or built-in")
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     group.add_argument("--max-model-len", type=int, help="tokens of prompt and answer together")
+    group.add_argument(
+        "--max-num-seqs", type=int, default=max_num_seqs, help=f"at once (default {max_num_seqs})"
+    )
     group = parser.add_argument_group("speculation")
     group.add_argument("--method", help="ngram (default), draft_model, or none")
     group.add_argument(

@@ -86,6 +86,9 @@ def chat(args: Namespace) -> int:
         except (EOFError, KeyboardInterrupt):
             out.print()
             return EXIT_OK
+        except UnicodeDecodeError:
+            err.print("that was not text: encode it in UTF-8")
+            continue
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line})
@@ -105,7 +108,7 @@ def verify(args: Namespace) -> int:
     config = _speculative_config(args)
     if config is None:
         raise SlipstreamError("verify needs a drafter: leave --method none out")
-    for name, least in (("num_prompts", 1), ("max_tokens", 1), ("repeats", 1)):
+    for name, least in (("num_prompts", 1), ("max_tokens", 1), ("repeats", 1), ("seed", 0)):
         require_integer("--" + name.replace("_", "-"), getattr(args, name), least)
     params = SamplingParams(
         temperature=args.temperature,
@@ -126,6 +129,7 @@ def verify(args: Namespace) -> int:
         prompts[: args.num_prompts],
         params,
         repeats=0 if args.greedy_only else args.repeats,
+        first_seed=args.seed,
         progress=show.progress,
     )
     out, _ = show.consoles()
@@ -144,6 +148,7 @@ def _llm(args: Namespace, config: dict[str, Any] | None) -> Any:
         dtype=args.dtype,
         device=args.device,
         max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
     )
 
 

@@ -26,17 +26,14 @@ from slipstream.types import (
     StepRows,
     Verdict,
 )
-from slipstream.verify import block_verify, follow, rejection_sample
-
-Verifier = Callable[[Draft, Tensor, Noise, int], Verdict]
-VERIFIERS: dict[str, Verifier] = {"rejection": rejection_sample, "block": block_verify}
+from slipstream.verify import REJECTION_SAMPLERS, follow
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """max_num_seqs: requests in flight. max_model_len: tokens of prompt and output together.
     num_speculative_tokens: K, the longest draft. prefill_chunk: prompt tokens a step takes.
-    verification: "rejection" or "block", for sampled drafts. logprobs_mode: as in vLLM.
+    rejection_sample_method: "standard" or "block", for sampled drafts. logprobs_mode: as in vLLM.
     vocab_size: ids that the tokenizer knows; padding of the matrices beyond them is never sampled.
     """
 
@@ -46,7 +43,7 @@ class EngineConfig:
     max_num_seqs: int = 8
     num_speculative_tokens: int = 0
     prefill_chunk: int = 512
-    verification: str = "rejection"
+    rejection_sample_method: str = "standard"
     logprobs_mode: str = "raw_logprobs"
 
 
@@ -176,10 +173,14 @@ class Engine:
 
     def _budget(self, request: Request) -> int:
         """Tokens worth drafting: K, less where the request may end sooner."""
+        return min(self.config.num_speculative_tokens, self._room(request) - 1)
+
+    def _room(self, request: Request) -> int:
+        """Tokens that may still be emitted."""
         room = self.config.max_model_len - len(request.tokens)
         if request.params.max_tokens is not None:
             room = min(room, request.params.max_tokens - request.output_length)
-        return min(self.config.num_speculative_tokens, room - 1)
+        return room
 
     def _rows(self, request: Request, pending: int, draft: Draft | None) -> _Plan:
         """draft: None if the newest token is not among the pending rows yet."""
@@ -201,12 +202,13 @@ class Engine:
 
         Raises SlipstreamError where the logits are not numbers: every choice would be garbage.
         """
-        if logits.numel() and bool(logits.max().isnan()):
+        logits = logits[:, : self.config.vocab_size]
+        if logits.numel() and not bool(logits.max().isfinite()):
             raise SlipstreamError(
                 "the model's logits are not numbers: its weights are damaged, or its arithmetic "
                 "overflows; try --dtype float32"
             )
-        return logits[:, : self.config.vocab_size].split([len(p.rows.logit_rows) for p in plans])
+        return logits.split([len(plan.rows.logit_rows) for plan in plans])
 
     def _decide(self, plan: _Plan, logits: Tensor) -> _Outcome | None:
         """What this step gives the request, or None where the prompt goes on; changes nothing."""
@@ -233,7 +235,7 @@ class Engine:
     def _verify_sampled(self, request: Request, draft: Draft, probs: Tensor) -> Verdict:
         position = len(request.tokens)
         if draft.draft_probs is not None:
-            verify = VERIFIERS[self.config.verification]
+            verify = REJECTION_SAMPLERS[self.config.rejection_sample_method]
             return verify(draft, probs, request.noise, position)
 
         def choose(row: int) -> int:
@@ -261,14 +263,10 @@ class Engine:
         request, verdict = plan.request, outcome.verdict
         origins: list[Origin] = ["accepted" for _ in verdict.path]
         origins.append(verdict.origin)
-        before = request.output_length
-        for token, origin in zip(outcome.tokens, origins, strict=True):
-            request.tokens.append(token)
-            request.origins.append(origin)
-            if self._finished(request, token):
-                break
-        emitted = request.output_length - before
+        emitted = self._end(request, outcome.tokens)
+        request.origins += origins[:emitted]
         request.logprobs += outcome.logprobs[:emitted]
+        request.tokens += outcome.tokens[:emitted]
         request.noise.step += 1
         for metrics in (request.metrics, self.metrics):
             metrics.observe(plan.draft, verdict, emitted)
@@ -276,15 +274,18 @@ class Engine:
             self._release(request)
         return request
 
-    def _finished(self, request: Request, token: int) -> bool:
-        params = request.params
-        full = len(request.tokens) == self.config.max_model_len
-        if token in self.stop_ids(params):
-            request.finish_reason = "stop"
-            request.stop_reason = token if token in params.stop_token_ids else None
-        elif params.max_tokens == request.output_length or full:
-            request.finish_reason = "length"
-        return request.finish_reason is not None
+    def _end(self, request: Request, tokens: Sequence[int]) -> int:
+        """How many of the new tokens the request takes; sets its reason if one of them ends it."""
+        params, room = request.params, self._room(request)
+        for count, token in enumerate(tokens, 1):
+            if token in self.stop_ids(params):
+                request.finish_reason = "stop"
+                request.stop_reason = token if token in params.stop_token_ids else None
+                return count
+            if count == room:
+                request.finish_reason = "length"
+                return count
+        return len(tokens)
 
     def _logprobs(
         self, plan: _Plan, verdict: Verdict, logits: Tensor, tokens: Sequence[int]

@@ -78,7 +78,9 @@ class LLM:
         *,
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts (strings, or {"prompt_token_ids": [...]}) ; answers in their order.
+        """Complete prompts; answers in their order.
+
+        A prompt: a string, {"prompt": string} or {"prompt_token_ids": [...]}.
 
         on_finish: called with each answer as it is ready (progress bars, saving as one goes).
         """
@@ -117,18 +119,29 @@ class LLM:
             raise SlipstreamError("the conversation is empty: give at least one message")
         if not self.tokenizer.chat_template:
             raise SlipstreamError(f"{self.model.name} has no chat template: use generate, or --raw")
-        tokens = self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        try:
+            tokens = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # templates raise what they like
+            raise SlipstreamError(
+                f"{self.model.name}'s chat template refuses these messages: {error}"
+            ) from error
         return list(tokens)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if not prompt:
                 raise SlipstreamError("the prompt is empty: give some text")
-            return list(self.tokenizer(prompt)["input_ids"])
+            try:
+                return list(self.tokenizer(prompt)["input_ids"])
+            except (TypeError, UnicodeError):
+                raise SlipstreamError("the prompt is not text: encode it in UTF-8") from None
+        if set(prompt) == {"prompt"} and isinstance(prompt["prompt"], str):
+            return self._encode(prompt["prompt"])
         if set(prompt) != {"prompt_token_ids"}:
-            raise unknown("prompt keys", ", ".join(map(str, prompt)), ("prompt_token_ids",))
+            given = ", ".join(map(str, prompt))
+            raise unknown("prompt keys", given, ("prompt", "prompt_token_ids"))
         ids = prompt["prompt_token_ids"]
         if not isinstance(ids, Sequence) or isinstance(ids, str):
             raise SlipstreamError(f"prompt_token_ids must be a list of token ids, got {ids!r}")
@@ -183,7 +196,9 @@ class LLM:
             eos_token_ids=model.eos_token_ids,
             max_num_seqs=self._max_num_seqs,
             num_speculative_tokens=speculation.drafter.num_speculative_tokens if speculation else 0,
-            verification=speculation.verification if speculation else "rejection",
+            rejection_sample_method=speculation.rejection_sample_method
+            if speculation
+            else "standard",
             logprobs_mode=self._logprobs_mode,
         )
         return Engine(runtime=model.runtime, config=config, drafter=drafter)

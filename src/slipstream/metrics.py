@@ -65,7 +65,10 @@ class Metrics:
 
 @dataclass(kw_only=True)
 class Clock:
-    """Seconds of an engine's steps: drafting, the target's forward pass, and all the rest."""
+    """Seconds of an engine's steps: drafting, the target's forward pass, and all the rest.
+
+    On a GPU the forward pass is only launched in its share; waiting for it falls to the rest.
+    """
 
     draft: float = 0.0
     forward: float = 0.0

@@ -83,7 +83,7 @@ def _counts(tokens: Sequence[int], like: Tensor) -> Tensor:
 def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
     """Temperature, then -inf outside min-p, top-k and top-p; [n, V] → [n, V].
 
-    Tokens as probable as the last one kept by top-k are kept too. At least one token remains.
+    Tokens as probable as the last one kept by top-k or top-p are kept too; one always remains.
     """
     # the best logit moved to 0: a very low temperature then overflows to -inf, never to NaN
     logits = (logits - logits.amax(-1, keepdim=True)) / max(params.temperature, _COLDEST)
@@ -98,17 +98,20 @@ def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest most probable tokens whose probabilities reach ``top_p``."""
+    """Keep the fewest most probable tokens whose probabilities reach ``top_p``.
+
+    A row's result must not depend on the other rows, so ties with the last token stay too: which
+    of them comes first depends on how many tokens were sorted.
+    """
     log_total = logits.logsumexp(-1, keepdim=True)
     for width in (min(_NUCLEUS_GUESS, logits.shape[-1]), logits.shape[-1]):
-        top, order = logits.topk(width)  # sorted: probabilities fall
+        top = logits.topk(width).values  # sorted: probabilities fall
         probs = (top - log_total).exp()
-        before = probs.cumsum(-1) - probs  # mass of all tokens ahead
-        inside = before < top_p
+        inside = probs.cumsum(-1) - probs < top_p  # mass of all tokens ahead
         if width == logits.shape[-1] or not bool(inside[..., -1].any()):
             break
-    kept = torch.full_like(logits, -torch.inf)
-    return kept.scatter(-1, order, top.masked_fill(~inside, -torch.inf))
+    last = inside.sum(-1, keepdim=True).clamp_min(1) - 1
+    return logits.masked_fill(logits < top.gather(-1, last), -torch.inf)
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[dict[int, Logprob]]:

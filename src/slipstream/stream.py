@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -66,6 +67,7 @@ class Stream:
         stop = request.params.stop
         assert not isinstance(stop, str)
         self._text = TextStream(self.tokenizer, request.tokens, stop)
+        weakref.finalize(self, _give_up, self.engine, request)  # dropped unread: free its slot
 
     @property
     def finished(self) -> bool:
@@ -138,6 +140,11 @@ class Stream:
         return {
             token: replace(found, decoded_token=decode([token])) for token, found in row.items()
         }
+
+
+def _give_up(engine: Engine, request: Request) -> None:
+    if request.finish_reason is None:
+        engine.abort(request)
 
 
 def tokens_per_second(run: RequestOutput) -> float:

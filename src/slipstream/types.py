@@ -13,6 +13,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from slipstream import tree
+
 ROOT = -1
 """Parent of a draft's first tokens: the newest token of the request, row 0 of a decode step."""
 
@@ -45,7 +47,7 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        return list(self.parents) == list(range(ROOT, len(self) - 1))
+        return tree.is_chain(self.parents)
 
     def children(self, node: int) -> list[int]:
         """Children of a node (or of ``ROOT``), in the order in which they were drawn."""
@@ -92,6 +94,12 @@ class StepRows:
     tokens: Sequence[int]
     parents: Sequence[int]
     logit_rows: Sequence[int]
+
+
+def chain_rows(slot: int, tokens: Sequence[int], logit_rows: Sequence[int] = ()) -> StepRows:
+    """Rows that follow each other."""
+    parents = range(-1, len(tokens) - 1)
+    return StepRows(slot=slot, tokens=tokens, parents=parents, logit_rows=logit_rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,3 +116,9 @@ def _origin(draft: Draft, untaken: list[int]) -> Origin:
     if not draft:
         return "plain"
     return "recovered" if untaken else "bonus"
+
+
+REJECTION_SAMPLERS: dict[str, Callable[[Draft, Tensor, Noise, int], Verdict]] = {
+    "standard": rejection_sample,
+    "block": block_verify,
+}

@@ -69,11 +69,11 @@ DETERMINISTIC: dict[str, MakeDrafter] = {
     "ngram": lambda _: NgramDrafter(1, 3),
 }
 COMBINATIONS: dict[str, tuple[MakeDrafter, str]] = {
-    **{f"{name}, rejection": (make, "rejection") for name, make in SAMPLED_CHAINS.items()},
+    **{f"{name}, rejection": (make, "standard") for name, make in SAMPLED_CHAINS.items()},
     **{f"{name}, block": (make, "block") for name, make in SAMPLED_CHAINS.items()},
-    **{f"{name}, rejection": (make, "rejection") for name, make in SAMPLED_TREES.items()},
-    **{f"{name}, follow": (make, "rejection") for name, make in DETERMINISTIC.items()},
-    "no drafter": (lambda _: None, "rejection"),  # type: ignore[dict-item,return-value]
+    **{f"{name}, rejection": (make, "standard") for name, make in SAMPLED_TREES.items()},
+    **{f"{name}, follow": (make, "standard") for name, make in DETERMINISTIC.items()},
+    "no drafter": (lambda _: None, "standard"),  # type: ignore[dict-item,return-value]
 }
 
 
@@ -84,4 +84,4 @@ def params(processors: str, **more: Any) -> SamplingParams:
 def engine(combination: str, target: ToyRuntime, k: int, **config: Any) -> Engine:
     make, verification = COMBINATIONS[combination]
     config = {"eos_token_ids": [EOS], "prefill_chunk": 3, **config}
-    return toy_engine(target, make(target), k, verification=verification, **config)
+    return toy_engine(target, make(target), k, rejection_sample_method=verification, **config)

@@ -11,7 +11,7 @@ from lossless.enumeration import TOLERANCE, gap
 from torch import Tensor
 from toys import ToyRuntime
 
-from slipstream import engine, sampling, verify
+from slipstream import sampling, verify
 from slipstream.cache import Cache
 from slipstream.config import SamplingParams
 from slipstream.drafters.draft_model import DraftModelDrafter
@@ -76,7 +76,7 @@ def contiguous_stop(patch: Patch) -> None:
     def mutant(draft: Draft, target_probs: Tensor, noise: Any, position: int) -> Verdict:
         return verify.block_verify(draft, target_probs, StopAtFirstFailure(noise), position)  # type: ignore[arg-type]
 
-    patch.setitem(engine.VERIFIERS, "block", mutant)
+    patch.setitem(verify.REJECTION_SAMPLERS, "block", mutant)
 
 
 def discard_after_sampling(patch: Patch) -> None:
@@ -108,7 +108,7 @@ def typical_acceptance(patch: Patch) -> None:
         token = noise.sample(target_probs[length], position + length)
         return Verdict(path=range(length), next_token=token, origin="bonus")
 
-    patch.setitem(engine.VERIFIERS, "rejection", mutant)
+    patch.setitem(verify.REJECTION_SAMPLERS, "standard", mutant)
 
 
 def penalties_blind_to_the_draft(patch: Patch) -> None:
@@ -132,7 +132,7 @@ def sibling_stays_in_the_draft_distribution(patch: Patch) -> None:
         same = Draft(tokens=draft.tokens, parents=draft.parents, draft_probs=rows)
         return rejection(same, target_probs, noise, position)
 
-    patch.setitem(engine.VERIFIERS, "rejection", mutant)
+    patch.setitem(verify.REJECTION_SAMPLERS, "standard", mutant)
 
 
 def wrong_row_committed(patch: Patch) -> None:

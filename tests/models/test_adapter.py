@@ -7,7 +7,7 @@ import tiny_models
 import torch
 import transformers
 from tiny_models import BASE, build
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.adapter import (
@@ -16,6 +16,7 @@ from slipstream.models.adapter import (
     StepContext,
     check_config,
     check_model,
+    context_length,
     two_part_attention,
 )
 from slipstream.runtimes.torch import TorchRuntime
@@ -218,3 +219,30 @@ def test_logits_come_in_float32_or_in_float64() -> None:
         )
         rows = (torch.tensor([0]), torch.tensor([0]))
         assert model.forward(torch.tensor([[1]]), step, rows).dtype == want
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, 256),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 256),
+        (
+            {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+                "original_max_position_embeddings": 32,
+            },
+            32,
+        ),
+    ],
+)
+def test_a_context_ends_where_rotation_would_depend_on_other_rows(
+    rope: dict[str, Any], longest: int
+) -> None:
+    """Long rotation is chosen by the longest position of a whole pass: a draft would change it."""
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=256, rope_parameters=rope
+    )
+    assert context_length(config) == longest

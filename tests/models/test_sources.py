@@ -83,7 +83,7 @@ DAMAGE: list[tuple[str, Callable[[Path], Any], str]] = [
     ("model.safetensors", lambda p: p.write_bytes(b"\2" + b"\0" * 7 + b"[]"), "damaged"),
     ("model.safetensors", lambda p: p.write_bytes(b"\2" + b"\0" * 7 + b"xx"), "damaged"),
     ("tokenizer.json", Path.unlink, r"tokenizer\.json is missing"),
-    ("tokenizer.json", lambda p: p.write_bytes(b""), r"tokenizer\.json is empty"),
+    ("tokenizer.json", lambda p: p.write_bytes(b""), r"tokenizer\.json: not valid JSON"),
     ("model.safetensors.index.json", name_a_shard, r"model-2\.safetensors is missing"),
     ("model.safetensors.index.json", lambda p: p.write_text("{}"), "no weight_map"),
 ]

@@ -180,7 +180,7 @@ Verifier = Callable[[Draft, Tensor, Noise, int], Verdict]
 def verdicts(
     verifier: Verifier = rejection_sample,
     *,
-    verification: str = "rejection",
+    verification: str = "standard",
     drawn_from: Tensor | None = None,
     said: Callable[[Tensor], Tensor] = lambda draft_probs: draft_probs,
     count: int = 400,
@@ -252,7 +252,7 @@ def test_a_deterministic_draft_is_accepted_with_its_probability() -> None:
     target = torch.tensor([[0.3, 0.7], [0.5, 0.5]], dtype=torch.float64)
 
     def accepted(share: float) -> dict[str, float]:
-        tests = VerdictTests("rejection")
+        tests = VerdictTests("standard")
         for n in range(400):
             path, token = ([0], n % 2) if n < share * 400 else ([], 1)
             tests.observe(chain([0]), target, Verdict(path=path, next_token=token, origin="bonus"))
@@ -264,14 +264,14 @@ def test_a_deterministic_draft_is_accepted_with_its_probability() -> None:
 
 
 def test_a_rejected_token_cannot_be_the_recovered_one_of_a_deterministic_draft() -> None:
-    tests = VerdictTests("rejection")
+    tests = VerdictTests("standard")
     target = torch.tensor([[0.3, 0.7], [0.5, 0.5]], dtype=torch.float64)
     tests.observe(chain([0]), target, Verdict(path=[], next_token=0, origin="recovered"))
     assert {result.name: result.p_value for result in tests.results()}["next token"] == 0
 
 
 def test_only_positions_that_were_reached_count() -> None:
-    tests = VerdictTests("rejection")
+    tests = VerdictTests("standard")
     target = torch.full((4, 2), 0.5, dtype=torch.float64)
     for path in ([], [0], [0, 1], [0, 1, 2]):
         verdict = Verdict(path=path, next_token=1, origin="recovered")
@@ -281,7 +281,7 @@ def test_only_positions_that_were_reached_count() -> None:
 
 
 def test_nothing_drafted_is_tested_as_plain_decoding() -> None:
-    tests = VerdictTests("rejection")
+    tests = VerdictTests("standard")
     target = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
     tests.observe(Draft(), target, Verdict(path=[], next_token=0, origin="plain"))
     (result,) = tests.results()
@@ -335,7 +335,8 @@ def test_the_target_distribution_is_that_of_transformers() -> None:
     llm = tiny_llm.llm()
     prompt, output = llm.tokenizer.encode("the train"), llm.tokenizer.encode("in on")
     params = SamplingParams(temperature=0.7)
-    probs = target_distribution(llm, prompt, output, params)
+    probs, edges = target_distribution(llm, prompt, output, params)
+    assert not edges.any()
     assert probs.shape == (len(output), llm.model.vocab_size)
     tokens = torch.tensor([[*prompt, *output]])
     with torch.inference_mode():
@@ -348,15 +349,15 @@ def test_penalties_follow_each_output_token() -> None:
     llm = tiny_llm.llm()
     prompt, output = [70, 71], [80, 80, 81]
     params = SamplingParams(frequency_penalty=2.0)
-    plain = target_distribution(llm, prompt, output, SamplingParams()).log()
-    shift = target_distribution(llm, prompt, output, params).log() - plain
+    plain = target_distribution(llm, prompt, output, SamplingParams())[0].log()
+    shift = target_distribution(llm, prompt, output, params)[0].log() - plain
     relative = shift[:, 80] - shift[:, 90]  # the normaliser cancels
     assert relative.tolist() == pytest.approx([0, -2, -4], abs=1e-4)
 
 
-@pytest.mark.parametrize("verification", ["rejection", "block"])
+@pytest.mark.parametrize("verification", ["standard", "block"])
 def test_what_is_tested(verification: str) -> None:
-    llm = tiny_llm.with_draft(num_speculative_tokens=2, verification=verification)
+    llm = tiny_llm.with_draft(num_speculative_tokens=2, rejection_sample_method=verification)
     calls: list[None] = []
     results = sampled_tests(
         tiny_llm.llm(),

@@ -81,10 +81,10 @@ def test_logits_are_the_same_for_any_chunk(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(target_logits(engine, tokens, 4), whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("verification", ["rejection", "block"])
+@pytest.mark.parametrize("verification", ["standard", "block"])
 def test_speculation_is_identical_on_every_prompt(verification: str) -> None:
     calls: list[None] = []
-    llm = tiny_llm.with_draft(num_speculative_tokens=3, verification=verification)
+    llm = tiny_llm.with_draft(num_speculative_tokens=3, rejection_sample_method=verification)
     tokens, mismatches = greedy_identity(
         tiny_llm.llm(), llm, PROMPTS, 24, advance=lambda: calls.append(None)
     )

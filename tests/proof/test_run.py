@@ -22,7 +22,7 @@ PROMPTS = ["the train", "a lighthouse keeper", "in on an", "x"]
 K = 2
 NGRAM = {"method": "ngram", "num_speculative_tokens": K}
 DRAFT = {"method": "draft_model", "model": str(tiny_llm.draft()), "num_speculative_tokens": K}
-WAYS = {"ngram": NGRAM, "draft model": DRAFT, "block": DRAFT | {"verification": "block"}}
+WAYS = {"ngram": NGRAM, "draft model": DRAFT, "block": DRAFT | {"rejection_sample_method": "block"}}
 
 
 def proof(
@@ -134,7 +134,7 @@ def _bonus_from(row: Callable[[Draft, Tensor], Tensor]) -> Plant:
         token = noise.sample(row(draft, target_probs), position + len(verdict.path))
         return replace(verdict, next_token=token)
 
-    return lambda patch: patch.setitem(engine.VERIFIERS, "rejection", rejection_sample)
+    return lambda patch: patch.setitem(verify.REJECTION_SAMPLERS, "standard", rejection_sample)
 
 
 def bonus_from_the_row_before(patch: pytest.MonkeyPatch) -> None:
@@ -268,14 +268,15 @@ def test_the_json_of_a_text_that_ended_sooner_is_json(
     prompts_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gap without an end is no number of JSON's."""
-    emit = engine.Engine._finished
+    end = engine.Engine._end
 
-    def sooner(self: engine.Engine, request: Request, token: int) -> bool:
-        if self.drafter is not None and request.output_length == 5:
+    def sooner(self: engine.Engine, request: Request, tokens: list[int]) -> int:
+        if self.drafter is not None and request.output_length >= 5:
             request.finish_reason = "stop"
-        return emit(self, request, token)
+            return 1
+        return end(self, request, tokens)
 
-    monkeypatch.setattr(engine.Engine, "_finished", sooner)
+    monkeypatch.setattr(engine.Engine, "_end", sooner)
     assert cli.main(verify_command(prompts_file, "--greedy-only", "--json")) == 1
 
     def refuse(constant: str) -> None:

@@ -12,6 +12,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.request import Request
 from slipstream.runtimes import Runtime
 from slipstream.types import Draft
+from slipstream.verify import REJECTION_SAMPLERS
 
 
 class Drafter(Protocol):
@@ -61,11 +62,12 @@ METHODS = tuple(_METHODS)
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """A parsed ``speculative_config``. verification: "rejection" or "block", sampled drafts."""
+    """A parsed ``speculative_config``. rejection_sample_method: of sampled drafts, a key of
+    ``verify.REJECTION_SAMPLERS``."""
 
     method: str
     drafter: DrafterConfig
-    verification: str = "rejection"
+    rejection_sample_method: str = "standard"
 
 
 def parse(values: Mapping[str, Any]) -> Speculation:
@@ -79,10 +81,10 @@ def parse(values: Mapping[str, Any]) -> Speculation:
         raise SlipstreamError(f"speculative_config needs a method: one of {', '.join(METHODS)}")
     if not isinstance(method, str) or method not in _METHODS:
         raise unknown("speculative method", method, METHODS)
-    verification = options.pop("verification", "rejection")
-    if not isinstance(verification, str) or verification not in ("rejection", "block"):
-        raise unknown("verification", verification, ("rejection", "block"))
+    sampler = options.pop("rejection_sample_method", "standard")
+    if not isinstance(sampler, str) or sampler not in REJECTION_SAMPLERS:
+        raise unknown("rejection_sample_method", sampler, tuple(REJECTION_SAMPLERS))
     module, name = _METHODS[method].split(":")
     config = from_dict(getattr(import_module(module), name), options, f"{method} option")
     require_integer("num_speculative_tokens", config.num_speculative_tokens, 1)
-    return Speculation(method=method, drafter=config, verification=verification)
+    return Speculation(method=method, drafter=config, rejection_sample_method=sampler)

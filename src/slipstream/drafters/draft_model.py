@@ -20,24 +20,26 @@ from slipstream.errors import SlipstreamError
 from slipstream.models.vocabulary import check_same_vocabulary
 from slipstream.request import Request
 from slipstream.runtimes import Runtime
-from slipstream.types import Draft, StepRows, chain
+from slipstream.types import Draft, chain, chain_rows
 
 _CHUNK = 512  # rows of a prefill step
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModelConfig:
-    """model: as for ``--model``. draft_sampling: "sampled" draws guesses from the draft model's
-    own distribution when the request samples, "greedy" always takes its most probable token."""
+    """model: as for ``--model``. draft_sample_method: "probabilistic" draws guesses from the draft
+    model's own distribution when the request samples, "greedy" takes its most probable token."""
 
     model: str
     num_speculative_tokens: int = 4
-    draft_sampling: str = "sampled"
+    draft_sample_method: str = "probabilistic"
 
     def __post_init__(self) -> None:
         require(isinstance(self.model, str) and bool(self.model), "model", self.model, "a model")
-        if self.draft_sampling not in ("sampled", "greedy"):
-            raise unknown("draft_sampling", self.draft_sampling, ("sampled", "greedy"))
+        if self.draft_sample_method not in ("probabilistic", "greedy"):
+            raise unknown(
+                "draft_sample_method", self.draft_sample_method, ("probabilistic", "greedy")
+            )
 
     def build(self, target: Target) -> DraftModelDrafter:
         runtime, tokenizer = target.load(self.model)
@@ -47,7 +49,9 @@ class DraftModelConfig:
                 f"draft model {self.model} has {runtime.vocab_size} embeddings for a tokenizer of "
                 f"{target.vocab_size} tokens: its checkpoint is incomplete"
             )
-        return DraftModelDrafter(runtime, target, sampled=self.draft_sampling == "sampled")
+        return DraftModelDrafter(
+            runtime, target, sampled=self.draft_sample_method == "probabilistic"
+        )
 
 
 class DraftModelDrafter:
@@ -92,7 +96,7 @@ class DraftModelDrafter:
             self._slots[request.request_id] = self._cache.allocate()
         slot = self._slots[request.request_id]
         while len(request.tokens) - (start := self._cache.lengths[slot]) > _CHUNK:
-            rows = _rows(slot, request.tokens[start : start + _CHUNK], logit_rows=[])
+            rows = chain_rows(slot, request.tokens[start : start + _CHUNK])
             self._cache.commit(self._runtime.step([rows], self._cache), [slot], [range(_CHUNK)])
 
     def _step(self, requests: Sequence[Request], guesses: Sequence[Sequence[int]]) -> Tensor:
@@ -102,7 +106,7 @@ class DraftModelDrafter:
             slot = self._slots[request.request_id]
             known = request.tokens[self._cache.lengths[slot] :]
             last = len(known) + len(guess) - 1
-            batch.append(_rows(slot, [*known, *guess], logit_rows=[last]))
+            batch.append(chain_rows(slot, [*known, *guess], logit_rows=[last]))
             kept.append(range(len(known) - 1))
         output = self._runtime.step(batch, self._cache)
         self._cache.commit(output, [rows.slot for rows in batch], kept)
@@ -126,8 +130,3 @@ class DraftModelDrafter:
         position = len(request.tokens) + len(guesses)
         guesses.append(request.noise.sample_draft(row, position))
         probs.append(row)
-
-
-def _rows(slot: int, tokens: Sequence[int], logit_rows: Sequence[int]) -> StepRows:
-    parents = range(-1, len(tokens) - 1)
-    return StepRows(slot=slot, tokens=tokens, parents=parents, logit_rows=logit_rows)

@@ -26,7 +26,7 @@ class StepContext:
 
     past_keys, past_values: committed KV, a layer each, [B, kv_heads, T, D]; None for nothing.
     lengths: [B] committed tokens. positions: [B, Q]. tree: [B, Q, Q] bool, who sees whom.
-    new_keys, new_values: filled layer by layer, [B, kv_heads, Q, D].
+    new_keys, new_values: filled layer by layer, [B, kv_heads, Q, D]. windows: seen on the way.
     """
 
     past_keys: Sequence[Tensor] | None
@@ -36,6 +36,7 @@ class StepContext:
     tree: Tensor
     new_keys: dict[int, Tensor] = field(default_factory=dict)
     new_values: dict[int, Tensor] = field(default_factory=dict)
+    windows: set[int | None] = field(default_factory=set)
     _hidden: dict[int | None, Tensor] = field(default_factory=dict)
 
     def past(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,6 +89,7 @@ def two_part_attention(
         raise SlipstreamError(f"{type(module).__name__} {what}: this architecture isn't supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     step.new_keys[layer], step.new_values[layer] = key, value
+    step.windows.add(sliding_window)
     past_key, past_value = step.past(layer, key, value)
     batch, heads, rows, dim = query.shape
     kv_heads, past = key.shape[1], past_key.shape[2]
@@ -151,6 +153,23 @@ def check_config(config: Any, name: str) -> None:
         )
 
 
+def context_length(config: Any) -> int:
+    """Tokens of context in which a row's rotation depends on its own position alone.
+
+    transformers chooses the frequencies of "dynamic" and "longrope" from the longest position of a
+    whole forward pass: beyond the original context a draft would change the rows before it. Such
+    models run up to there.
+    """
+    longest: int = getattr(config, "max_position_embeddings", None) or 2**20
+    rope = getattr(config, "rope_parameters", None) or {}
+    for values in [rope] if "rope_type" in rope else rope.values():
+        if isinstance(values, dict) and values.get("rope_type") in ("dynamic", "longrope"):
+            original = values.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            longest = min(longest, original or longest)
+    return longest
+
+
 def check_model(model: Any, name: str) -> None:
     """Raise if a model class keeps a state of its own or bypasses the attention registry."""
     kind = model.config.model_type
@@ -176,7 +195,8 @@ def _is_recurrent(module: torch.nn.Module) -> bool:
 class FunctionalModel:
     """A causal language model as ``forward(tokens, context, rows) → logits``.
 
-    The model must have been loaded with ``attn_implementation=ATTENTION``.
+    The model must have been loaded with ``attn_implementation=ATTENTION``. For one thread at a
+    time.
     """
 
     def __init__(self, model: Any, name: str) -> None:
@@ -184,6 +204,7 @@ class FunctionalModel:
         self.model = model.eval()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
+        self.windows: set[int | None] = set()  # that attention was called with
         self._rows: tuple[Tensor, Tensor] | None = None
         head = model.get_output_embeddings()
         head.register_forward_pre_hook(self._select_rows)
@@ -208,6 +229,7 @@ class FunctionalModel:
             )
         finally:
             self._rows = None
+        self.windows |= context.windows
         logits: Tensor = output.logits[0]
         return logits if logits.dtype == torch.float64 else logits.float()
 

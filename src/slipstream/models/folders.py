@@ -37,8 +37,9 @@ def check_folder(path: Path) -> None:
         _check_safetensors(file)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise SlipstreamError(f"{path} has no tokenizer (tokenizer.json is missing)")
-    if (path / "tokenizer.json").is_file() and (path / "tokenizer.json").stat().st_size == 0:
-        raise SlipstreamError(f"{path / 'tokenizer.json'} is empty")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        if (path / name).is_file() and not isinstance(_json_file(path / name), dict):
+            raise SlipstreamError(f"{path / name}: not a JSON object")
 
 
 def _json_file(path: Path) -> object:

@@ -58,6 +58,8 @@ def convert(path: Path, out: Path, notify: Callable[[str], None]) -> None:
         text, tokenizer_config = gguf_tokenizer.build(file.meta, config["max_position_embeddings"])
     except SlipstreamError as err:
         raise SlipstreamError(f"{path}: {err}") from err
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as err:
+        raise SlipstreamError(f"{path}: its metadata doesn't make sense ({err})") from err
     notify(f"converting {path.name} ({path.stat().st_size / 1e6:.0f} MB) once for transformers")
     out.mkdir(parents=True)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,6 @@ from slipstream.errors import SlipstreamError
 from slipstream.models.sources import resolve
 from slipstream.models.vocabulary import vocabulary_size
 from slipstream.runtimes import Runtime
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +33,11 @@ def load(
 
     notify: told in a line what takes time. Raises SlipstreamError naming what is wrong.
     """
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
-    from slipstream.runtimes.torch import find_device
+    from slipstream.runtimes.torch import DTYPES, find_device
     from slipstream.runtimes.torch import load as load_torch
 
+    if dtype not in ("auto", *DTYPES):
+        raise unknown("dtype", dtype, ("auto", *DTYPES))
     place = find_device(device)
     folder = resolve(model, notify=notify) if notify else resolve(model)
     tokenizer = _tokenizer(folder, model)
@@ -65,13 +64,14 @@ def _tokenizer(folder: Path, model: str) -> Any:
 
 
 def _eos_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """The generation config's ids, and the tokenizer's own."""
-    from transformers import GenerationConfig
-
+    """Of the generation config, else of the model's config, and the tokenizer's own."""
     ids: set[int] = set()
-    if (folder / "generation_config.json").is_file():
-        given = GenerationConfig.from_pretrained(folder).eos_token_id
-        ids.update([given] if isinstance(given, int) else given or [])
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            given = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            ids.update([given] if isinstance(given, int) else given or [])
+            if ids:
+                break
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return tuple(sorted(ids))

@@ -20,7 +20,7 @@ from torch import Tensor
 from slipstream import sampling
 from slipstream.config import SamplingParams
 from slipstream.llm import LLM
-from slipstream.proof.identity import output_context, prompt_ids, target_logits
+from slipstream.proof.identity import NEAR_TIE, output_context, prompt_ids, target_logits
 from slipstream.proof.martingale import EventBets, TokenBets
 from slipstream.types import Draft, Verdict
 
@@ -42,37 +42,29 @@ class TestResult:
 
 def target_distribution(
     llm: LLM, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
-) -> Tensor:
-    """[len(output), V]: what each output token should have been drawn from, plainly computed."""
+) -> tuple[Tensor, Tensor]:
+    """What each output token should have been drawn from, plainly computed.
+
+    Returns [n, V] probabilities and [n, V] bool: tokens outside top-k, top-p or min-p by so little
+    that rounding may have put them inside in another forward pass. One of those is no evidence.
+    """
     tokens = [*prompt, *output[:-1]]
-    logits = target_logits(llm.engine, tokens, len(prompt))
     suffixes = [output[:i] for i in range(len(output))]
     context = output_context(llm.engine, prompt, (), suffixes, params)
-    return sampling.target_probs(logits, params, context).double()
+    logits = sampling.adjust(target_logits(llm.engine, tokens, len(prompt)), params, context)
+    probs = sampling.truncate(logits, params).softmax(-1).double()
+    lowest = logits.masked_fill(probs <= 0, torch.inf).amin(-1, keepdim=True)
+    edge = (probs <= 0) & (logits >= lowest - 2 * NEAR_TIE[llm.model.runtime.dtype])
+    return probs, edge
 
 
 def _judged(
     llm: LLM, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
 ) -> tuple[list[int], Tensor]:
-    """Tokens and their distributions, less the tokens that rounding moved over a threshold."""
-    probs = target_distribution(llm, prompt, output, params)
-    wider = target_distribution(llm, prompt, output, _wider(params))
-    kept = [i for i, t in enumerate(output) if probs[i, t] > 0 or wider[i, t] <= 0]
+    """Tokens and their distributions, less the tokens at an edge."""
+    probs, edge = target_distribution(llm, prompt, output, params)
+    kept = [i for i, token in enumerate(output) if not edge[i, token]]
     return [output[i] for i in kept], probs[kept]
-
-
-def _wider(params: SamplingParams) -> SamplingParams:
-    """The same with slightly wider edges.
-
-    A token at the edge of top-k, top-p or min-p may fall inside in one forward pass and outside in
-    another; one that is inside with these is no evidence of a fault.
-    """
-    return replace(
-        params,
-        top_k=params.top_k + 1 if params.top_k > 0 else params.top_k,
-        top_p=min(1, params.top_p + 1e-4),
-        min_p=params.min_p * 0.999,
-    )
 
 
 def output_tests(samples: Sequence[tuple[Sequence[int], Tensor]]) -> list[TestResult]:
@@ -110,9 +102,12 @@ def g_test(name: str, counts: Counter[int], probs: Tensor) -> TestResult:
         return TestResult(name=name, samples=total, statistic=math.inf, p_value=0.0)
     expected = (probs * total).tolist()
     bins = [(counts[i], e) for i, e in enumerate(expected) if e >= _MIN_EXPECTED]
-    rest = total - sum(o for o, _ in bins), total - sum(e for _, e in bins)
-    if rest[0] or rest[1] > 1e-6 * total:
-        bins.append((rest[0], max(rest[1], 1e-6 * total)))
+    seen, due = total - sum(o for o, _ in bins), total - sum(e for _, e in bins)
+    if bins and due < _MIN_EXPECTED:  # the rest is too little for a bin of its own
+        rarest = min(range(len(bins)), key=lambda i: bins[i][1])
+        bins[rarest] = bins[rarest][0] + seen, bins[rarest][1] + due
+    else:
+        bins.append((seen, due))
     g = 2 * sum(o * math.log(o / e) for o, e in bins if o)
     freedom = len(bins) - 1
     p = 1.0
@@ -132,8 +127,8 @@ class VerdictTests:
     don't apply, and next only after a whole block.
     """
 
-    def __init__(self, verification: str) -> None:
-        self._block = verification == "block"
+    def __init__(self, rejection_sample_method: str) -> None:
+        self._block = rejection_sample_method == "block"
         self._draft, self._next = TokenBets(), TokenBets()
         self._acceptance, self._coin = EventBets(), EventBets()
 
@@ -179,25 +174,30 @@ def sampled_tests(
     params: SamplingParams,
     *,
     repeats: int,
+    first_seed: int = 0,
     advance: Callable[[], None] = lambda: None,
 ) -> list[TestResult]:
     """Sample with the drafter; test against the target's distributions, plainly computed.
 
     prompts: each answered once with ``params.max_tokens``; the first prompts again ``repeats``
-    times for three tokens, whose first two are counted. advance: called after each answer.
+    times for three tokens, whose first two are counted. Another first_seed is fresh evidence.
+    advance: called after each answer.
     """
-    inside = VerdictTests(speculative.engine.config.verification)
+    inside = VerdictTests(speculative.engine.config.rejection_sample_method)
     speculative.engine.on_verdict = inside.observe
     samples: list[tuple[list[int], Tensor]] = []
     results: list[TestResult] = []
     try:
         tokenized = [prompt_ids(plain, [{"role": "user", "content": p}]) for p in prompts]
-        for seed, prompt in enumerate(tokenized):
-            output = _sample(speculative, [prompt], params, [seed], advance)[0]
+        for n, prompt in enumerate(tokenized):
+            output = _sample(speculative, [prompt], params, [first_seed + n], advance)[0]
             samples.append(_judged(plain, prompt, output, params))
         results += output_tests(samples)
         for n, prompt in enumerate(tokenized[:2]):
-            results += _count(plain, speculative, prompt, params, repeats, f"prompt {n}", advance)
+            # no two samples share a seed: their noise would be the same at equal positions
+            start = first_seed + len(prompts) + n * repeats
+            seeds = range(start, start + repeats)
+            results += _count(plain, speculative, prompt, params, seeds, f"prompt {n}", advance)
     finally:
         speculative.engine.on_verdict = None
     return results + inside.results()
@@ -208,24 +208,21 @@ def _count(
     speculative: LLM,
     prompt: Sequence[int],
     params: SamplingParams,
-    repeats: int,
+    seeds: Sequence[int],
     name: str,
     advance: Callable[[], None],
 ) -> list[TestResult]:
     """G-tests of the first token, and of the second after the commonest first one."""
     short = replace(params, max_tokens=3, ignore_eos=True, min_tokens=0)
-    seeds = range(1000, 1000 + repeats)
-    outputs = _sample(speculative, [prompt] * repeats, short, seeds, advance)
+    outputs = _sample(speculative, [prompt] * len(seeds), short, seeds, advance)
     firsts = Counter(output[0] for output in outputs)
     common = firsts.most_common(1)[0][0]
     seconds = Counter(output[1] for output in outputs if output[0] == common and output[1:])
-    probs = target_distribution(plain, prompt, [common, common], short)
-    wider = target_distribution(plain, prompt, [common, common], _wider(short))
+    probs, edges = target_distribution(plain, prompt, [common, common], short)
     results = []
-    for place, counts, row, edge in zip(
-        ("first", "second"), (firsts, seconds), probs, wider, strict=True
-    ):
-        inside = {t: n for t, n in counts.items() if row[t] > 0 or edge[t] <= 0}
+    places = zip(("first", "second"), (firsts, seconds), probs, edges, strict=True)
+    for place, counts, row, edge in places:
+        inside = {token: n for token, n in counts.items() if not edge[token]}
         if inside:  # a context may leave room for one token only
             results.append(g_test(f"{place} token, {name}", Counter(inside), row))
     return results

@@ -13,7 +13,7 @@ from slipstream import sampling
 from slipstream.config import SamplingParams
 from slipstream.engine import Engine
 from slipstream.llm import LLM, Message
-from slipstream.types import StepRows
+from slipstream.types import chain_rows
 
 _CHUNK = 256  # rows of a forward pass whose logits are all wanted
 
@@ -109,10 +109,7 @@ def target_logits(engine: Engine, tokens: Sequence[int], start: int) -> Tensor:
     for begin in range(0, len(tokens), _CHUNK):
         chunk = tokens[begin : begin + _CHUNK]
         wanted = [i for i in range(len(chunk)) if begin + i >= start - 1]
-        rows = StepRows(
-            slot=slot, tokens=chunk, parents=range(-1, len(chunk) - 1), logit_rows=wanted
-        )
-        output = engine.runtime.step([rows], cache)
+        output = engine.runtime.step([chain_rows(slot, chunk, wanted)], cache)
         cache.commit(output, [slot], [range(len(chunk))])
         parts.append(output.logits)
     return torch.cat(parts)[:, : engine.config.vocab_size]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 _TOKEN_BETS = np.array([-2.0, -1.0, -0.5, -0.25, 0.25, 0.5])  # powers of 1 / probability
 _EVENT_BETS = np.array([-4.0, -2.0, -1.0, -0.4, 0.4, 1.0, 2.0, 4.0])  # log odds
-_ROUNDING = 1e-4  # chances are known up to rounding: none is held to be nearer 0 or 1 than that
+_ROUNDING = 1e-4  # chances are known up to rounding: every bet is made against the worst of them
 
 
 class TokenBets:
@@ -71,10 +71,10 @@ class EventBets:
 
     def add(self, happened: bool, chance: float) -> None:
         self.count += 1
-        chance = min(max(chance, _ROUNDING), 1 - _ROUNDING)
-        self._logs += _EVENT_BETS * happened - np.log1p(chance * np.expm1(_EVENT_BETS))
+        worst = np.clip(chance + np.sign(_EVENT_BETS) * _ROUNDING, 0, 1)
+        self._logs += _EVENT_BETS * happened - np.log1p(worst * np.expm1(_EVENT_BETS))
         self._excess += happened - chance
-        self._variance += chance * (1 - chance)
+        self._variance += max(chance * (1 - chance), _ROUNDING)
 
     @property
     def statistic(self) -> float:

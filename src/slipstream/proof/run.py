@@ -84,13 +84,14 @@ def prove(
     params: SamplingParams,
     *,
     repeats: int,
+    first_seed: int = 0,
     progress: Progress = silent,
 ) -> Proof:
     """Compare the LLM with its own plain decoding.
 
     params: of the sampled tests; its max_tokens counts for both. repeats: samples of each counted
-    prompt, 0 leaves the sampled tests out. progress: (what, total) → a context that gives the
-    function to call after each answer.
+    prompt, 0 leaves the sampled tests out. first_seed: of the samples. progress: (what, total) → a
+    context that gives the function to call after each answer.
     """
     plain = llm.with_speculation(None)
     assert params.max_tokens is not None
@@ -99,7 +100,15 @@ def prove(
     tests: list[TestResult] = []
     if repeats:
         with progress("sampled tests", len(prompts) + repeats * min(2, len(prompts))) as advance:
-            tests = sampled_tests(plain, llm, prompts, params, repeats=repeats, advance=advance)
+            tests = sampled_tests(
+                plain,
+                llm,
+                prompts,
+                params,
+                repeats=repeats,
+                first_seed=first_seed,
+                advance=advance,
+            )
     return Proof(
         model=llm.model.name,
         method=method,

@@ -22,8 +22,9 @@ from slipstream.models.adapter import (
     StepContext,
     check_config,
     check_model,
+    context_length,
 )
-from slipstream.types import StepOutput, StepRows
+from slipstream.types import StepOutput, StepRows, chain_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SKINNY_ROWS = 32  # up to here W·xᵀ beats x·Wᵀ on CPUs (docs/decisions.md)
@@ -38,7 +39,7 @@ class TorchRuntime:
         config = model.config.get_text_config()
         self.dtype: torch.dtype = model.dtype
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self.max_length: int = getattr(config, "max_position_embeddings", None) or 2**20
+        self.max_length: int = context_length(config)
         self._layer_count: int = config.num_hidden_layers
         if self._model.device.type == "cpu":
             _transpose_products(model)
@@ -65,12 +66,15 @@ class TorchRuntime:
         slot, parts = cache.allocate(), []
         for chunk in (tokens[:5], tokens[5:]):
             count = len(chunk)
-            rows = StepRows(
-                slot=slot, tokens=chunk, parents=range(-1, count - 1), logit_rows=range(count)
-            )
-            output = self.step([rows], cache)
+            output = self.step([chain_rows(slot, chunk, range(count))], cache)
             cache.commit(output, [slot], [range(count)])
             parts.append(output.logits)
+        window = getattr(model.config.get_text_config(), "sliding_window", None)
+        if window is not None and window not in self._model.windows:
+            raise SlipstreamError(
+                f"{self.name} ({model.config.model_type}): its sliding window of {window} doesn't "
+                "reach attention: this architecture isn't supported"
+            )
         model.set_attn_implementation("eager")
         try:
             expected = self._model.own_logits(self._tensor([tokens]))
@@ -123,9 +127,8 @@ class TorchRuntime:
 
     def _probe(self) -> list[LayerShape]:
         """Learn the KV shapes from a forward pass of one token over nothing committed."""
-        rows = StepRows(slot=0, tokens=[0], parents=[-1], logit_rows=[])
         try:
-            out = self._run([rows], [0], None, None)
+            out = self._run([chain_rows(0, [0])], [0], None, None)
         except KeyError as missing:
             raise SlipstreamError(
                 f"{self.name}: layer {missing} never called attention: this architecture isn't "
@@ -160,6 +163,7 @@ def load(folder: Path, *, name: str, dtype: str, device: torch.device) -> TorchR
             attn_implementation=ATTENTION,
             output_loading_info=True,
         )
+        model = model.to(device)
     except SlipstreamError:
         raise
     except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
@@ -171,7 +175,7 @@ def load(folder: Path, *, name: str, dtype: str, device: torch.device) -> TorchR
             f"{name}: {folder} lacks {len(absent)} of the model's tensors, {absent[0]} first: "
             "fetch the checkpoint again"
         )
-    runtime = TorchRuntime(model.to(device), name)
+    runtime = TorchRuntime(model, name)
     if config.get_text_config().model_type not in TESTED:
         runtime.check_against_transformers()
     return runtime
