@@ -18,7 +18,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not model"
+	$(BIN)/pytest -m "not model" -n auto --maxprocesses 4
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

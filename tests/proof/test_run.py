@@ -292,3 +292,15 @@ def test_the_default_model_passes_greedily(capsys: pytest.CaptureFixture[str]) -
     arguments = ["verify", "--greedy-only", "--num-prompts", "2", "--max-tokens", "24"]
     assert cli.main(arguments) == 0
     assert "passed: nothing changed" in capsys.readouterr().out
+
+
+@pytest.mark.model
+def test_a_planted_fault_on_the_default_model_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Repeat this list twice: apple, river, stone, lantern, winter, copper.\n")
+    a_wrong_token_is_accepted(monkeypatch)
+    arguments = ["verify", "--greedy-only", "--prompts", str(prompts), "--max-tokens", "24"]
+    assert cli.main(arguments) == 1
+    assert "FAULT: the text changed" in capsys.readouterr().out
