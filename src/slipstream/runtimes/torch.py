@@ -211,8 +211,8 @@ class _SkinnyLinear:
         rows = x.reshape(-1, x.shape[-1])
         if len(rows) > _SKINNY_ROWS:
             return nn.functional.linear(x, weight, bias)
-        if len(rows) == 1:  # two equal columns: a product with one column is the slower one
-            product = torch.mm(weight, rows.T.expand(-1, 2))[:, :1].T
+        if len(rows) == 1:  # two equal columns, copied: a product with one is the slower one
+            product = torch.mm(weight, rows.repeat(2, 1).T)[:, :1].T
         else:
             product = torch.mm(weight, rows.T).T
         product = product if bias is None else product + bias
