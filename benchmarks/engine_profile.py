@@ -14,7 +14,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.metrics import Clock
 
 PROMPT = "Write a Python function that reverses a list, then one that reverses a string."
-ROUNDS = 5
+ROUNDS = 3
 SETTINGS = {
     "greedy": SamplingParams(temperature=0, max_tokens=64, ignore_eos=True),
     "top-p 0.9, T 0.8": SamplingParams(

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from slipstream import sampling
@@ -128,6 +129,7 @@ class Engine:
         request.finish_reason, request.stop_reason = "stop", reason
         self._release(request)
 
+    @torch.inference_mode()
     def step(self) -> list[Request]:
         """One decode step; returns the requests that got tokens, finished ones included.
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from slipstream.config import SamplingParams
 from slipstream.types import Logprob
 
+_COLD = 1e-3
 _COLDEST = 1e-30  # below any temperature that makes a difference, above the smallest float32
-_NUCLEUS_GUESS = 256  # tokens looked at before a whole vocabulary is sorted for top-p
+_NUCLEUS_GUESSES = (256, 4096)  # tokens looked at before a whole vocabulary is sorted for top-p
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +86,9 @@ def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
 
     Tokens as probable as the last one kept by top-k or top-p are kept too; one always remains.
     """
-    # the best logit moved to 0: a very low temperature then overflows to -inf, never to NaN
-    logits = (logits - logits.amax(-1, keepdim=True)) / max(params.temperature, _COLDEST)
+    if params.temperature < _COLD:  # the best logit at 0 overflows to -inf only, never to NaN
+        logits = logits - logits.amax(-1, keepdim=True)
+    logits = logits / max(params.temperature, _COLDEST)
     if params.min_p > 0:
         # p >= min_p · p_max, compared as logits: the normaliser cancels
         bound = logits.amax(-1, keepdim=True) + torch.log(logits.new_tensor(params.min_p))
@@ -104,11 +106,12 @@ def _top_p(logits: Tensor, top_p: float) -> Tensor:
     of them comes first depends on how many tokens were sorted.
     """
     log_total = logits.logsumexp(-1, keepdim=True)
-    for width in (min(_NUCLEUS_GUESS, logits.shape[-1]), logits.shape[-1]):
+    vocabulary = logits.shape[-1]
+    for width in (*(guess for guess in _NUCLEUS_GUESSES if guess < vocabulary), vocabulary):
         top = logits.topk(width).values  # sorted: probabilities fall
         probs = (top - log_total).exp()
         inside = probs.cumsum(-1) - probs < top_p  # mass of all tokens ahead
-        if width == logits.shape[-1] or not bool(inside[..., -1].any()):
+        if width == vocabulary or not bool(inside[..., -1].any()):
             break
     last = inside.sum(-1, keepdim=True).clamp_min(1) - 1
     return logits.masked_fill(logits < top.gather(-1, last), -torch.inf)
