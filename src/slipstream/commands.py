@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import sys
 from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -159,17 +162,35 @@ def _stream(llm: Any, prompt: Any, params: SamplingParams) -> tuple[Any, bool]:
 
     out, _ = show.consoles()
     stream: Stream = llm.stream(prompt, params)
-    shown, interrupted = 0, False
-    try:
+    shown = 0
+    with _stop_asked() as asked:
         for piece in stream:
             show.piece(out, piece)
             shown += len(piece.text)
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
+            if asked():
+                break
         stream.close()
-    out.print(stream.output().outputs[0].text[shown:], markup=False)
-    return stream.output(), interrupted
+        out.print(stream.output().outputs[0].text[shown:], markup=False)
+        return stream.output(), asked()
+
+
+@contextmanager
+def _stop_asked() -> Iterator[Callable[[], bool]]:
+    """Tells whether Ctrl-C was pressed: it ends the text after the step at hand, so that what is
+    shown and what is counted agree. A second one ends everything at once."""
+    pressed = False
+
+    def press(number: int, frame: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _prompt(given: str) -> str:
