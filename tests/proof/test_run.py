@@ -299,9 +299,9 @@ def test_the_default_model_passes_greedily(capsys: pytest.CaptureFixture[str]) -
 def test_a_planted_fault_on_the_default_model_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("Repeat this list twice: apple, river, stone, lantern, winter, copper.\n")
+    prompts = tmp_path / "prompts.txt"  # n-gram drafts are often wrong on this one: it bites
+    prompts.write_text("Write a Python function that reverses a list, then one for a string.\n")
     a_wrong_token_is_accepted(monkeypatch)
-    arguments = ["verify", "--greedy-only", "--prompts", str(prompts), "--max-tokens", "24"]
+    arguments = ["verify", "--greedy-only", "--prompts", str(prompts), "--max-tokens", "40"]
     assert cli.main(arguments) == 1
     assert "FAULT: the text changed" in capsys.readouterr().out
