@@ -6,7 +6,7 @@ DEMO_PROMPT ?= Repeat the following text word for word, then say in one sentence
 The lighthouse keeper climbed the stairs every evening at six. The lighthouse keeper lit the lamp, \
 wrote the weather in the log, and watched the ships until midnight.
 
-.PHONY: demo test check clean
+.PHONY: demo test check check-native clean
 
 demo: $(READY)
 	$(BIN)/slipstream generate --compare --method ngram --max-tokens 96 "$(DEMO_PROMPT)"
@@ -19,6 +19,14 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -m "not model" -n auto --maxprocesses 4
+
+# The native step, not part of the package yet (native/README.md); needs a C++ compiler and cmake.
+check-native: $(READY)
+	$(MAKE) -C native test sanitize BUILD=../build/native
+	$(BIN)/pip install -q --disable-pip-version-check nanobind
+	cmake -S native -B build/module -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > build/cmake.log
+	cmake --build build/module -j 2 > build/cmake.log
+	$(BIN)/python native/check_step.py build/module
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

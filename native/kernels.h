@@ -1,0 +1,76 @@
+// What one instruction set brings: the product of a few rows with a block of packed columns.
+//
+// Y[m][n] = sum over k of X[m][k] * W[n][k]. Weights are packed in panels of 16 columns, k running
+// fastest over the panel, so that a step streams them once and uses each for all rows while it is
+// in a register. Every element adds its terms in the order of k, one fused multiply-add each (or,
+// quantised, one group of 32 each): the result does not depend on M, on the neighbours, on the
+// threads or on the instruction set, to the last bit.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace slip {
+
+constexpr int kPanel = 16;  // columns of a panel
+constexpr int kGroup = 32;  // k of a quantisation group
+constexpr int kMaxRows = 16;
+
+enum class Format { f32, bf16, int8, int4 };
+
+// A few rows of activations, laid out for the kernels.
+struct Rows {
+  int count = 0;                 // M, 1 ... kMaxRows
+  const float* f32 = nullptr;    // [K][M]
+  const int8_t* q8 = nullptr;    // [K / 4][M][4]
+  const float* scale = nullptr;  // [K / 32][M]: x = scale * q8
+  const int32_t* sum = nullptr;  // [K / 32][M]: of q8 over the group
+};
+
+// Packed weights; pointers to the first panel.
+struct Columns {
+  const void* w = nullptr;       // f32, bf16: [N/16][K][16]; int8: [N/16][K/4][16][4];
+                                 // int4: [N/16][K/8][16][4], low nibbles k ... k+3, high k+4 ... k+7
+  const float* scale = nullptr;  // [N/16][K/32][16]: int8 w = scale * q, int4 w = scale * q + shift
+  const float* shift = nullptr;  // [N/16][K/32][16], int4 only
+};
+
+// Panels first ... last of the product: y[m * ld + 16 * panel + column], m < x.count.
+using Product = void (*)(const Columns&, const Rows& x, size_t K, size_t first, size_t last,
+                         float* y, size_t ld);
+
+enum class Activation { silu, gelu_tanh, gelu };
+
+// One query row and head against what it may see, in logical order: committed tokens, then its
+// ancestors in the tree.
+struct Attention {
+  const float* query;           // [D], scaled
+  const float* keys;            // committed, [capacity / 16][D][16]
+  const float* values;          // committed, [capacity][D]
+  const float* const* new_keys;    // ancestors from the top, the row itself last; each [D]
+  const float* const* new_values;  // [D]
+  size_t past, ancestors;       // how many of each
+  size_t first;                 // first position that a sliding window leaves visible
+  size_t dim;                   // D
+  float softcap;                // 0: none
+  float* scores;                // room for past + ancestors, rounded up to 16, and 16 more
+  float* out;                   // [D]
+};
+
+struct Kernels {
+  const char* name;
+  Product product[4];  // by Format
+  // y = x / rms(x) * w over n values
+  void (*rms_norm)(const float* x, const float* w, size_t n, float eps, float* y);
+  // y = (x - mean) / deviation * w + b
+  void (*layer_norm)(const float* x, const float* w, const float* b, size_t n, float eps, float* y);
+  // y = act(gate) * up; up may be null
+  void (*activate)(Activation, const float* gate, const float* up, size_t n, float* y);
+  void (*attend)(const Attention&);
+};
+
+const Kernels* avx512_kernels();  // null where not compiled in or not supported by this processor
+const Kernels* avx2_kernels();
+const Kernels* neon_kernels();
+const Kernels* portable_kernels();
+
+}  // namespace slip

@@ -1,0 +1,211 @@
+// The kernels, written once on vec.h; included by one file for each instruction set.
+#pragma once
+#include "kernels.h"
+#include "rows_impl.h"
+#include "vec.h"
+
+namespace slip {
+namespace SLIP_NAMESPACE {
+
+// Integer dot products of 16 columns with the same 4 activations, added to 16 sums. Exact.
+#if defined(SLIP_AVX512)
+struct Sums {
+  __m512i v;
+};
+inline Sums no_sums() { return {_mm512_setzero_si512()}; }
+inline V to_float(Sums s) { return {_mm512_cvtepi32_ps(s.v)}; }
+inline __m512i four(const int8_t* x) {
+  int32_t word;
+  std::memcpy(&word, x, 4);
+  return _mm512_set1_epi32(word);
+}
+// vpdpbusd multiplies unsigned by signed: w + 128 by x, less 128 times the sum of x
+inline Sums start8(int32_t sum_x) { return {_mm512_set1_epi32(-128 * sum_x)}; }
+inline Sums dot8(Sums s, const int8_t* w, const int8_t* x) {
+  __m512i raised = _mm512_xor_si512(_mm512_loadu_si512(w), _mm512_set1_epi8(-128));
+  return {_mm512_dpbusd_epi32(s.v, raised, four(x))};
+}
+inline Sums dot4(Sums s, const uint8_t* w, const int8_t* x) {
+  __m512i wv = _mm512_loadu_si512(w), low = _mm512_set1_epi8(15);
+  s.v = _mm512_dpbusd_epi32(s.v, _mm512_and_si512(wv, low), four(x));
+  wv = _mm512_and_si512(_mm512_srli_epi16(wv, 4), low);
+  return {_mm512_dpbusd_epi32(s.v, wv, four(x + 4))};
+}
+#elif defined(SLIP_AVX2)
+struct Sums {
+  __m256i a, b;
+};
+inline Sums no_sums() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline V to_float(Sums s) { return {_mm256_cvtepi32_ps(s.a), _mm256_cvtepi32_ps(s.b)}; }
+inline __m256i four(const int8_t* x) {
+  int32_t word;
+  std::memcpy(&word, x, 4);
+  return _mm256_set1_epi32(word);
+}
+// maddubs saturates at 16 bits: 2 * 127 * 127 and 2 * 15 * 127 stay below
+inline __m256i dot(__m256i s, __m256i u, __m256i i) {
+  __m256i pairs = _mm256_maddubs_epi16(u, i);
+  return _mm256_add_epi32(s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+inline Sums dot8(Sums s, const int8_t* w, const int8_t* x) {
+  __m256i xv = four(x), size = _mm256_abs_epi8(xv);
+  __m256i a = _mm256_loadu_si256((const __m256i*)w);
+  __m256i b = _mm256_loadu_si256((const __m256i*)(w + 32));
+  return {dot(s.a, size, _mm256_sign_epi8(a, xv)), dot(s.b, size, _mm256_sign_epi8(b, xv))};
+}
+inline Sums dot4(Sums s, const uint8_t* w, const int8_t* x) {
+  __m256i low = _mm256_set1_epi8(15), x0 = four(x), x1 = four(x + 4);
+  __m256i a = _mm256_loadu_si256((const __m256i*)w);
+  __m256i b = _mm256_loadu_si256((const __m256i*)(w + 32));
+  s = {dot(s.a, _mm256_and_si256(a, low), x0), dot(s.b, _mm256_and_si256(b, low), x0)};
+  a = _mm256_and_si256(_mm256_srli_epi16(a, 4), low);
+  b = _mm256_and_si256(_mm256_srli_epi16(b, 4), low);
+  return {dot(s.a, a, x1), dot(s.b, b, x1)};
+}
+inline Sums start8(int32_t) { return no_sums(); }
+#else
+struct Sums {
+  int32_t i[16];
+};
+inline Sums no_sums() { return {}; }
+inline Sums start8(int32_t) { return no_sums(); }
+inline V to_float(Sums s) {
+  float f[16];
+  for (int c = 0; c < 16; ++c) f[c] = (float)s.i[c];
+  return load(f);
+}
+inline Sums dot8(Sums s, const int8_t* w, const int8_t* x) {
+  for (int c = 0; c < 16; ++c)
+    for (int j = 0; j < 4; ++j) s.i[c] += w[c * 4 + j] * x[j];
+  return s;
+}
+inline Sums dot4(Sums s, const uint8_t* w, const int8_t* x) {
+  for (int c = 0; c < 16; ++c)
+    for (int j = 0; j < 4; ++j)
+      s.i[c] += (w[c * 4 + j] & 15) * x[j] + (w[c * 4 + j] >> 4) * x[j + 4];
+  return s;
+}
+#endif
+
+inline void prefetch(const void* p) { __builtin_prefetch(p); }
+
+constexpr size_t kAhead = 1024;  // bytes of a panel read ahead
+
+struct F32 {
+  using T = float;
+  static V get(const float* p) { return load(p); }
+};
+struct BF16 {
+  using T = uint16_t;
+  static V get(const uint16_t* p) { return load_bf16(p); }
+};
+
+// M rows with P neighbouring panels of floating-point weights.
+template <class W, int M, int P>
+void float_panels(const typename W::T* w, const float* x, size_t K, float* y, size_t ld) {
+  V acc[M][P];
+  for (auto& row : acc)
+    for (auto& a : row) a = zero();
+  for (size_t k = 0; k < K; ++k) {
+    V b[P];
+    for (int p = 0; p < P; ++p) {
+      const auto* at = w + (p * K + k) * kPanel;
+      b[p] = W::get(at);
+      prefetch((const char*)at + kAhead);
+    }
+    for (int m = 0; m < M; ++m) {
+      V xm = set1(x[k * M + m]);
+      for (int p = 0; p < P; ++p) acc[m][p] = fma(xm, b[p], acc[m][p]);
+    }
+  }
+  for (int m = 0; m < M; ++m)
+    for (int p = 0; p < P; ++p) store(y + m * ld + p * kPanel, acc[m][p]);
+}
+
+// M rows with one panel of quantised weights.
+template <bool Four, int M>
+void int_panel(const Columns& c, const Rows& x, size_t K, size_t panel, float* y, size_t ld) {
+  constexpr size_t kStep = Four ? 8 : 4;  // k in 64 bytes of weights
+  const auto* w = (const int8_t*)c.w + panel * (K / kStep) * 64;
+  const float* scale = c.scale + panel * (K / kGroup) * kPanel;
+  const float* shift = Four ? c.shift + panel * (K / kGroup) * kPanel : nullptr;
+  V acc[M];
+  for (auto& a : acc) a = zero();
+  for (size_t g = 0; g < K / kGroup; ++g) {
+    Sums sums[M];
+    for (int m = 0; m < M; ++m) sums[m] = Four ? no_sums() : start8(x.sum[g * M + m]);
+    for (size_t k = g * kGroup; k < (g + 1) * kGroup; k += kStep) {
+      const int8_t* at = w + k / kStep * 64;
+      prefetch(at + kAhead);
+      for (int m = 0; m < M; ++m) {
+        const int8_t* xm = x.q8 + (k / 4 * M + m) * 4;
+        if constexpr (Four) {
+          int8_t eight[8];
+          std::memcpy(eight, xm, 4);
+          std::memcpy(eight + 4, xm + M * 4, 4);
+          sums[m] = dot4(sums[m], (const uint8_t*)at, eight);
+        } else {
+          sums[m] = dot8(sums[m], at, xm);
+        }
+      }
+    }
+    V s = load(scale + g * kPanel);
+    for (int m = 0; m < M; ++m) {
+      float xs = x.scale[g * M + m];
+      acc[m] = fma(to_float(sums[m]), mul(s, set1(xs)), acc[m]);
+      if constexpr (Four)
+        acc[m] = fma(load(shift + g * kPanel), set1(xs * (float)x.sum[g * M + m]), acc[m]);
+    }
+  }
+  for (int m = 0; m < M; ++m) store(y + m * ld, acc[m]);
+}
+
+template <class W, int M>
+void float_rows(const Columns& c, const Rows& x, size_t K, size_t first, size_t last, float* y,
+                size_t ld) {
+  const auto* w = (const typename W::T*)c.w;
+  constexpr int P = M <= SLIP_WIDE_ROWS ? SLIP_WIDE : 1;  // panels at once, as registers allow
+  size_t p = first;
+  for (; p + P <= last; p += P)
+    float_panels<W, M, P>(w + p * K * kPanel, x.f32, K, y + p * kPanel, ld);
+  for (; p < last; ++p) float_panels<W, M, 1>(w + p * K * kPanel, x.f32, K, y + p * kPanel, ld);
+}
+
+template <bool Four, int M>
+void int_rows(const Columns& c, const Rows& x, size_t K, size_t first, size_t last, float* y,
+              size_t ld) {
+  for (size_t p = first; p < last; ++p) int_panel<Four, M>(c, x, K, p, y + p * kPanel, ld);
+}
+
+// From the number of rows at run time to the kernel made for it.
+template <template <int> class Kernel, int M = kMaxRows>
+void by_rows(const Columns& c, const Rows& x, size_t K, size_t first, size_t last, float* y,
+             size_t ld) {
+  if (x.count == M) return Kernel<M>::run(c, x, K, first, last, y, ld);
+  if constexpr (M > 1) by_rows<Kernel, M - 1>(c, x, K, first, last, y, ld);
+}
+
+#define SLIP_KERNEL(name, function)                                                        \
+  template <int M>                                                                         \
+  struct name {                                                                            \
+    static void run(const Columns& c, const Rows& x, size_t K, size_t first, size_t last,  \
+                    float* y, size_t ld) {                                                 \
+      function(c, x, K, first, last, y, ld);                                               \
+    }                                                                                      \
+  };
+SLIP_KERNEL(F32Rows, (float_rows<F32, M>))
+SLIP_KERNEL(BF16Rows, (float_rows<BF16, M>))
+SLIP_KERNEL(Int8Rows, (int_rows<false, M>))
+SLIP_KERNEL(Int4Rows, (int_rows<true, M>))
+#undef SLIP_KERNEL
+
+inline const Kernels* kernels(const char* name) {
+  static const Kernels table{
+      name,       {by_rows<F32Rows>, by_rows<BF16Rows>, by_rows<Int8Rows>, by_rows<Int4Rows>},
+      rms_norm,   layer_norm,
+      activate,   attend};
+  return &table;
+}
+
+}  // namespace SLIP_NAMESPACE
+}  // namespace slip

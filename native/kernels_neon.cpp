@@ -1,0 +1,8 @@
+// NEON, as every 64-bit Arm processor has it. 32 registers of 4 floats.
+#define SLIP_NEON
+#define SLIP_NAMESPACE neon
+#define SLIP_WIDE 2
+#define SLIP_WIDE_ROWS 2
+#include "kernels_impl.h"
+
+const slip::Kernels* slip::neon_kernels() { return neon::kernels("neon"); }

@@ -1,0 +1,7 @@
+// Plain C++: any processor, and the reference that the others are tested against.
+#define SLIP_NAMESPACE portable
+#define SLIP_WIDE 1
+#define SLIP_WIDE_ROWS 1
+#include "kernels_impl.h"
+
+const slip::Kernels* slip::portable_kernels() { return portable::kernels("portable"); }

@@ -1,0 +1,135 @@
+// Tests of the packed product; run by `make check-native`, also under sanitizers. Exit status 1 and
+// a line for each failure.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "pack.h"
+
+using namespace slip;
+
+namespace {
+
+int failures = 0;
+std::mt19937 rng(7);
+
+void expect(bool holds, const char* what, const char* kernels, int format, int rows) {
+  if (holds) return;
+  ++failures;
+  std::printf("FAILED: %s (%s, format %d, %d rows)\n", what, kernels, format, rows);
+}
+
+std::vector<float> random_floats(size_t n) {
+  std::normal_distribution<float> normal;
+  std::vector<float> v(n);
+  for (auto& x : v) x = normal(rng);
+  return v;
+}
+
+std::vector<const Kernels*> variants() {
+  std::vector<const Kernels*> all{portable_kernels()};
+#if defined(__x86_64__)
+  all.insert(all.end(), {avx2_kernels(), avx512_kernels()});
+#elif defined(__aarch64__)
+  all.push_back(neon_kernels());
+#endif
+  std::vector<const Kernels*> running;
+  for (auto* k : all)
+    if (k) running.push_back(k);
+  return running;
+}
+
+std::vector<float> product(const Kernels& kernels, const Matrix& w, const float* x, int rows) {
+  Activations room;
+  size_t ld = w.panels() * kPanel;
+  std::vector<float> y(rows * ld);
+  Rows arranged = room.arrange(x, rows, w.columns(), w.format());
+  auto* kernel = kernels.product[(int)w.format()];
+  size_t middle = w.panels() / 3;  // two ranges, as two threads would take them
+  kernel(w.view(), arranged, w.columns(), 0, middle, y.data(), ld);
+  kernel(w.view(), arranged, w.columns(), middle, w.panels(), y.data(), ld);
+  return y;
+}
+
+bool same_bits(const float* a, const float* b, size_t n) { return !std::memcmp(a, b, n * 4); }
+
+// The allowed error of one element: rounding of a sum, and of the quantisation of both sides.
+double tolerance(Format format, size_t K) {
+  double root = std::sqrt((double)K);
+  switch (format) {
+    case Format::f32:
+      return 1e-5 * root;
+    case Format::bf16:
+      return 0.01 * root;
+    case Format::int8:
+      return 0.05 * root;
+    default:
+      return 0.6 * root;
+  }
+}
+
+void check(size_t N, size_t K, Format format) {
+  auto w = random_floats(N * K), x = random_floats(kMaxRows * K);
+  Matrix packed(w.data(), N, K, format);
+  size_t ld = packed.panels() * kPanel;
+  auto reference = product(*portable_kernels(), packed, x.data(), kMaxRows);
+  for (int m = 0; m < kMaxRows; ++m)
+    for (size_t n = 0; n < N; ++n) {
+      double exact = 0;
+      for (size_t k = 0; k < K; ++k) exact += (double)x[m * K + k] * w[n * K + k];
+      if (std::fabs(exact - reference[m * ld + n]) > tolerance(format, K))
+        return expect(false, "the product is the matrix product", "portable", (int)format, m);
+    }
+  for (auto* kernels : variants())
+    for (int rows = 1; rows <= kMaxRows; ++rows) {
+      auto y = product(*kernels, packed, x.data(), rows);
+      bool same = same_bits(y.data(), reference.data(), rows * ld);
+      expect(same, "a row has the same bits in any company", kernels->name, (int)format, rows);
+      auto last = product(*kernels, packed, x.data() + (rows - 1) * K, 1);
+      same = same_bits(last.data(), reference.data() + (rows - 1) * ld, ld);
+      expect(same, "a row has the same bits alone", kernels->name, (int)format, rows);
+    }
+}
+
+void check_exact_bf16() {
+  auto w = random_floats(32 * 48);
+  for (auto& v : w) {  // values that bf16 holds exactly
+    uint32_t u;
+    std::memcpy(&u, &v, 4);
+    u &= 0xffff0000;
+    std::memcpy(&v, &u, 4);
+  }
+  auto x = random_floats(3 * 48);
+  auto wide = product(*portable_kernels(), Matrix(w.data(), 32, 48, Format::f32), x.data(), 3);
+  auto narrow = product(*portable_kernels(), Matrix(w.data(), 32, 48, Format::bf16), x.data(), 3);
+  expect(wide == narrow, "bf16 weights are widened exactly", "portable", 1, 3);
+}
+
+void check_refusals() {
+  float w[40] = {};
+  bool refused = false;
+  try {
+    Matrix(w, 1, 40, Format::int8);
+  } catch (const std::invalid_argument&) {
+    refused = true;
+  }
+  expect(refused, "a group that doesn't fit is refused", "", 2, 0);
+}
+
+}  // namespace
+
+int main() {
+  const size_t shapes[][2] = {{16, 32}, {1, 32}, {50, 96}, {160, 576}};
+  for (auto& shape : shapes)
+    for (Format format : {Format::f32, Format::bf16, Format::int8, Format::int4})
+      check(shape[0], shape[1], format);
+  check_exact_bf16();
+  check_refusals();
+  std::printf("kernels:");
+  for (auto* kernels : variants()) std::printf(" %s", kernels->name);
+  std::printf("; %d failures\n", failures);
+  return failures ? 1 : 0;
+}
