@@ -19,7 +19,7 @@ from pathlib import Path
 
 from slipstream import LLM, SamplingParams
 from slipstream.prompts import read_prompts
-from slipstream.proof.identity import compare_tokens, ids, prompt_ids
+from slipstream.proof.identity import compare_prompt
 
 
 def main() -> int:
@@ -42,11 +42,9 @@ def main() -> int:
     for n, prompt in enumerate(prompts):
         if n < done["compared"]:
             continue
-        conversation = [{"role": "user", "content": prompt}]
-        first, second = (ids(model, conversation, params) for model in (plain, llm))
-        found = compare_tokens(plain, prompt_ids(plain, conversation), first, second, params)
+        count, found = compare_prompt(plain, llm, prompt, params)
         done["compared"] += 1
-        done["tokens"] += len(first)
+        done["tokens"] += count
         done["identical"] += found is None
         if found is not None:
             done["different"].append({"index": n} | asdict(found))

@@ -52,14 +52,22 @@ def greedy_identity(
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     tokens, mismatches = 0, []
     for prompt in prompts:
-        conversation = [{"role": "user", "content": prompt}]
-        first, second = (ids(llm, conversation, params) for llm in (plain, speculative))
-        tokens += len(first)
-        found = compare_tokens(plain, prompt_ids(plain, conversation), first, second, params)
+        count, found = compare_prompt(plain, speculative, prompt, params)
+        tokens += count
         if found is not None:
             mismatches.append(found)
         advance()
     return tokens, mismatches
+
+
+def compare_prompt(
+    plain: LLM, speculative: LLM, prompt: str, params: SamplingParams
+) -> tuple[int, Mismatch | None]:
+    """Answer one prompt both ways, greedily; returns the plain tokens' count and the mismatch."""
+    conversation = [{"role": "user", "content": prompt}]
+    first, second = (ids(llm, conversation, params) for llm in (plain, speculative))
+    found = compare_tokens(plain, prompt_ids(plain, conversation), first, second, params)
+    return len(first), found
 
 
 def prompt_ids(llm: LLM, conversation: Sequence[Message]) -> list[int]:
