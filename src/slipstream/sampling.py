@@ -65,14 +65,22 @@ def adjust(logits: Tensor, params: SamplingParams, context: Context) -> Tensor:
 
 
 def _penalise(logits: Tensor, params: SamplingParams, context: Context) -> Tensor:
-    in_output = torch.stack(
-        [_counts([*context.output, *suffix], logits) for suffix in context.suffixes]
-    )
-    seen = (in_output + _counts(context.prompt, logits)) > 0
-    factor = params.repetition_penalty
-    logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
-    logits = logits - params.frequency_penalty * in_output
-    return logits - params.presence_penalty * (in_output > 0).to(logits.dtype)
+    emitted = _counts(context.output, logits)
+    in_output = emitted.repeat(len(logits), 1)
+    drafted = [(row, token) for row, path in enumerate(context.suffixes) for token in path]
+    if drafted:
+        rows, tokens = torch.tensor(drafted, device=logits.device).T
+        in_output.index_put_((rows, tokens), in_output.new_ones(len(rows)), accumulate=True)
+    if params.repetition_penalty != 1:
+        seen = (in_output + _counts(context.prompt, logits)) > 0
+        factor = params.repetition_penalty
+        punished = torch.where(logits > 0, logits / factor, logits * factor)
+        logits = torch.where(seen, punished, logits)
+    if params.frequency_penalty:
+        logits = logits - params.frequency_penalty * in_output
+    if params.presence_penalty:
+        logits = logits - params.presence_penalty * (in_output > 0).to(logits.dtype)
+    return logits
 
 
 def _counts(tokens: Sequence[int], like: Tensor) -> Tensor:
