@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.cache import Cache, LayerShape
+from slipstream.cache import LayerShape, TensorKV, TorchCache
 from slipstream.types import StepOutput
 
 SHAPES = [
@@ -12,9 +12,9 @@ SHAPES = [
 ]
 
 
-def new_cache(slots: int = 3, max_length: int = 1000) -> Cache:
+def new_cache(slots: int = 3, max_length: int = 1000) -> TorchCache:
     cpu = torch.device("cpu")
-    return Cache(SHAPES, slots=slots, max_length=max_length, dtype=torch.float32, device=cpu)
+    return TorchCache(SHAPES, slots=slots, max_length=max_length, dtype=torch.float32, device=cpu)
 
 
 def step(*rows: list[int]) -> StepOutput:
@@ -28,12 +28,14 @@ def step(*rows: list[int]) -> StepOutput:
 
     return StepOutput(
         logits=torch.zeros(0, 1),
-        keys=[fill(s.kv_heads, s.key_dim, 1) for s in SHAPES],
-        values=[fill(s.kv_heads, s.value_dim, -1) for s in SHAPES],
+        new_kv=TensorKV(
+            keys=[fill(s.kv_heads, s.key_dim, 1) for s in SHAPES],
+            values=[fill(s.kv_heads, s.value_dim, -1) for s in SHAPES],
+        ),
     )
 
 
-def held(cache: Cache, slots: list[int]) -> list[list[float]]:
+def held(cache: TorchCache, slots: list[int]) -> list[list[float]]:
     """The tokens of each slot; every layer, head and dimension must agree on them."""
     keys, values = cache.view(slots)
     texts = []

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.cache import Cache, LayerShape
+from slipstream.cache import Cache, LayerShape, TensorKV, TorchCache
 from slipstream.drafters import Drafter, Target
 from slipstream.engine import Engine, EngineConfig
 from slipstream.noise import Noise
@@ -52,10 +52,12 @@ class ToyRuntime:
     def __deepcopy__(self, memo: object) -> ToyRuntime:
         return self  # a pure function
 
-    def new_cache(self, slots: int, max_length: int) -> Cache:
+    def new_cache(self, slots: int, max_length: int) -> TorchCache:
         shape = LayerShape(kv_heads=1, key_dim=1, value_dim=1)
         cpu = torch.device("cpu")
-        return Cache([shape], slots=slots, max_length=max_length, dtype=torch.float64, device=cpu)
+        return TorchCache(
+            [shape], slots=slots, max_length=max_length, dtype=torch.float64, device=cpu
+        )
 
     def logits(self, tokens: Sequence[int]) -> list[float]:
         """Logits after a text, without the padding."""
@@ -66,6 +68,7 @@ class ToyRuntime:
         width = max(len(rows.tokens) for rows in batch)
         keys = torch.full((len(batch), 1, width, 1), -1.0, dtype=torch.float64)
         values = keys.clone()
+        assert isinstance(cache, TorchCache)
         past_keys, past_values = cache.view([rows.slot for rows in batch])
         logits: list[np.ndarray] = []
         for b, rows in enumerate(batch):
@@ -85,7 +88,7 @@ class ToyRuntime:
         table = np.array(logits).reshape(-1, self.tokens)
         padding = np.full((len(table), self.vocab_size - self.tokens), 99.0)
         full = torch.tensor(np.concatenate([table, padding], 1), dtype=self._dtype)
-        return StepOutput(logits=full, keys=[keys], values=[values])
+        return StepOutput(logits=full, new_kv=TensorKV(keys=[keys], values=[values]))
 
     def _row(self, path: tuple[tuple[int, int], ...]) -> np.ndarray:
         if path not in self._known:
@@ -187,6 +190,7 @@ def drain(engine: Engine) -> None:
 
 def committed(cache: Cache, slot: int) -> list[int]:
     """The tokens whose KV a toy cache holds."""
+    assert isinstance(cache, TorchCache)
     return cache.view([slot])[0][0][0, 0, : cache.lengths[slot], 0].long().tolist()
 
 

@@ -6,8 +6,10 @@ verification kept. There is no rollback: what is not committed was never here.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +28,78 @@ class LayerShape:
     value_dim: int
 
 
-class Cache:
-    """Slots of committed KV: a layer each, keys and values [slots, kv_heads, capacity, D].
+@dataclass(frozen=True, kw_only=True)
+class TensorKV:
+    """KV of a step's tokens: a layer each, [B, kv_heads, Q, D], padded to the longest request."""
 
-    layers: the shapes, a layer each. slots: requests held at once. max_length: tokens a slot may
-    hold. All storage grows together, by doubling.
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+
+
+class Cache(ABC):
+    """Slots of committed KV. slots: requests held at once. max_length: tokens a slot may hold."""
+
+    def __init__(self, *, slots: int, max_length: int) -> None:
+        self.max_length = max_length
+        self.lengths = [0] * slots
+        self._free = list(range(slots))
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    @property
+    @abstractmethod
+    def bytes(self) -> int:
+        """Of the storage held now."""
+
+    def allocate(self) -> int:
+        """The lowest free slot, empty; low slots side by side can be read without a copy."""
+        assert self._free, "no free slot: the scheduler admits no more requests than slots"
+        slot = min(self._free)
+        self._free.remove(slot)
+        self.lengths[slot] = 0
+        return slot
+
+    def release(self, slot: int) -> None:
+        assert slot not in self._free
+        self._clear(slot)
+        self._free.append(slot)
+        self.lengths[slot] = 0
+
+    def commit(
+        self, output: StepOutput, slots: Sequence[int], kept: Sequence[Sequence[int]]
+    ) -> None:
+        """Append the kept rows of a step, each request's in order.
+
+        slots: the step's B slots. kept: for each the row indices, possibly none.
+        """
+        lengths = [self.lengths[slot] + len(rows) for slot, rows in zip(slots, kept, strict=True)]
+        assert max(lengths) <= self.max_length
+        self._append(output.new_kv, slots, kept)
+        for slot, length in zip(slots, lengths, strict=True):
+            self.lengths[slot] = length
+
+    def check(self) -> None:
+        """Assert what must always hold (tests and health checks)."""
+        assert len(set(self._free)) == len(self._free)
+        for slot, length in enumerate(self.lengths):
+            assert 0 <= length <= self.max_length
+            assert length == 0 or slot not in self._free
+
+    @abstractmethod
+    def _clear(self, slot: int) -> None:
+        """The slot's tokens are not needed any more; ``lengths`` still tells how many."""
+
+    @abstractmethod
+    def _append(self, new_kv: Any, slots: Sequence[int], kept: Sequence[Sequence[int]]) -> None:
+        """Store the kept rows after ``lengths``; of an error nothing may be left to see."""
+
+
+class TorchCache(Cache):
+    """A layer each, keys and values [slots, kv_heads, capacity, D].
+
+    layers: the shapes, a layer each. All storage grows together, by doubling.
     """
 
     def __init__(
@@ -42,9 +111,7 @@ class Cache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.max_length = max_length
-        self.lengths = [0] * slots
-        self._free = list(range(slots))
+        super().__init__(slots=slots, max_length=max_length)
         self._capacity = min(_FIRST_CAPACITY, max_length)
 
         def room(layer: LayerShape, dim: int) -> Tensor:
@@ -55,29 +122,12 @@ class Cache:
         self._values = [room(layer, layer.value_dim) for layer in layers]
 
     @property
-    def free_slots(self) -> int:
-        return len(self._free)
-
-    @property
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self._keys, *self._values))
 
-    def allocate(self) -> int:
-        """The lowest free slot, empty; low slots side by side can be read without a copy."""
-        assert self._free, "no free slot: the scheduler admits no more requests than slots"
-        slot = min(self._free)
-        self._free.remove(slot)
-        self.lengths[slot] = 0
-        return slot
-
-    def release(self, slot: int) -> None:
-        """Free a slot. Its rows are cleared: a masked row counts nothing times its value, and
-        that is not nothing if an overflow left a NaN there."""
-        assert slot not in self._free
-        for layer in (*self._keys, *self._values):
-            layer[slot, :, : self.lengths[slot]] = 0
-        self._free.append(slot)
-        self.lengths[slot] = 0
+    def check(self) -> None:
+        super().check()
+        assert max(self.lengths) <= self._capacity
 
     def view(self, slots: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         """Committed keys and values of the slots: a layer each, [B, kv_heads, T, D].
@@ -93,38 +143,29 @@ class Cache:
         keys = [layer[window, :, :longest] for layer in self._keys]
         return keys, [layer[window, :, :longest] for layer in self._values]
 
-    def commit(
-        self, output: StepOutput, slots: Sequence[int], kept: Sequence[Sequence[int]]
+    def _clear(self, slot: int) -> None:
+        """A masked row counts nothing times its value, and that is not nothing if an overflow left
+        a NaN there."""
+        for layer in (*self._keys, *self._values):
+            layer[slot, :, : self.lengths[slot]] = 0
+
+    def _append(
+        self, new_kv: TensorKV, slots: Sequence[int], kept: Sequence[Sequence[int]]
     ) -> None:
-        """Append the kept rows of a step, each request's in order.
-
-        slots: the step's B slots. kept: for each the row indices, possibly none.
-        """
-        lengths = [self.lengths[slot] + len(rows) for slot, rows in zip(slots, kept, strict=True)]
-        assert max(lengths) <= self.max_length
-        self._grow(max(lengths))
+        self._grow(max(self.lengths[s] + len(rows) for s, rows in zip(slots, kept, strict=True)))
         if len(slots) == 1 and list(kept[0]) == list(range(len(kept[0]))):
-            self._append(output, slots[0], len(kept[0]))
+            self._extend(new_kv, slots[0], len(kept[0]))
         else:
-            self._scatter(output, slots, kept)
-        for slot, length in zip(slots, lengths, strict=True):
-            self.lengths[slot] = length
+            self._scatter(new_kv, slots, kept)
 
-    def check(self) -> None:
-        """Assert what must always hold (tests and health checks)."""
-        assert len(set(self._free)) == len(self._free)
-        for slot, length in enumerate(self.lengths):
-            assert 0 <= length <= self._capacity <= self.max_length
-            assert length == 0 or slot not in self._free
-
-    def _append(self, output: StepOutput, slot: int, count: int) -> None:
+    def _extend(self, new_kv: TensorKV, slot: int, count: int) -> None:
         start = self.lengths[slot]
-        for stores, news in ((self._keys, output.keys), (self._values, output.values)):
+        for stores, news in ((self._keys, new_kv.keys), (self._values, new_kv.values)):
             for store, new in zip(stores, news, strict=True):
                 store[slot, :, start : start + count] = new[0, :, :count]
 
     def _scatter(
-        self, output: StepOutput, slots: Sequence[int], kept: Sequence[Sequence[int]]
+        self, new_kv: TensorKV, slots: Sequence[int], kept: Sequence[Sequence[int]]
     ) -> None:
         picks = [
             (slot, self.lengths[slot] + i, b, row)
@@ -134,7 +175,7 @@ class Cache:
         if not picks:
             return
         slot, place, b, row = torch.tensor(picks, device=self._keys[0].device).T
-        for stores, news in ((self._keys, output.keys), (self._values, output.values)):
+        for stores, news in ((self._keys, new_kv.keys), (self._values, new_kv.values)):
             for store, new in zip(stores, news, strict=True):
                 store[slot, :, place] = new[b, :, row]
 

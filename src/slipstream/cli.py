@@ -91,8 +91,12 @@ def _parser() -> argparse.ArgumentParser:
 def _model_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--model", default=DEFAULT_MODEL, help="hub id, folder, GGUF or built-in")
-    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
+    group.add_argument("--runtime", default="auto", help="auto, native, torch")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
+    group.add_argument("--quantization", default="none", help="none, int8, int4, fp8")
+    group.add_argument("--threads", type=int, help="native runtime's (default: physical cores)")
+    group.add_argument("--kv-cache-dtype", default="auto", help="auto, float32, bfloat16")
     group.add_argument("--max-model-len", type=int, help="tokens of prompt and answer together")
     group.add_argument(
         "--max-num-seqs", type=int, default=max_num_seqs, help=f"at once (default {max_num_seqs})"

@@ -148,8 +148,12 @@ def _llm(args: Namespace, config: dict[str, Any] | None) -> Any:
     return LLM(
         args.model,
         speculative_config=config,
-        dtype=args.dtype,
+        runtime=args.runtime,
         device=args.device,
+        dtype=args.dtype,
+        quantization=args.quantization,
+        threads=args.threads,
+        kv_cache_dtype=args.kv_cache_dtype,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any, TypeVar
@@ -13,6 +14,10 @@ from slipstream.errors import SlipstreamError
 
 T = TypeVar("T")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+RUNTIMES = ("auto", "native", "torch")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int8", "int4", "fp8")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16")
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], what: str) -> T:
@@ -142,3 +147,38 @@ class SamplingParams:
         if self.logprobs is not None:
             rule = f"at most the vocabulary size {vocab_size}"
             require(self.logprobs <= vocab_size, "logprobs", self.logprobs, rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """How a model's forward pass is computed.
+
+    runtime: "native" (our CPU step), "torch", or "auto": native on CPUs where it knows the model.
+    device: "cpu", "cuda", "cuda:N", or "auto": the first GPU if there is one.
+    dtype: of the weights. "auto" loses nothing: on CPUs bfloat16 if the checkpoint is, else
+        float32; on GPUs the checkpoint's own.
+    quantization: of the weights; "int8" and "int4" by groups of 32. "fp8" on GPUs that have it.
+    threads: of the native runtime; None for the physical cores.
+    kv_cache_dtype: "auto" is the dtype of the arithmetic.
+    """
+
+    runtime: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    quantization: str = "none"
+    threads: int | None = None
+    kv_cache_dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("runtime", RUNTIMES),
+            ("dtype", DTYPES),
+            ("quantization", QUANTIZATIONS),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
+        ):
+            if getattr(self, name) not in known:
+                raise unknown(name, getattr(self, name), known)
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
+            raise unknown("device", self.device, ("auto", "cpu", "cuda", "cuda:N"))
+        if self.threads is not None:
+            require_integer("threads", self.threads, 1)

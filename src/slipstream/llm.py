@@ -7,12 +7,18 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slipstream.config import LOGPROBS_MODES, SamplingParams, require_integer, unknown
+from slipstream.config import (
+    LOGPROBS_MODES,
+    RuntimeConfig,
+    SamplingParams,
+    require_integer,
+    unknown,
+)
 from slipstream.drafters import Target, parse
 from slipstream.engine import Engine, EngineConfig
 from slipstream.errors import SlipstreamError
 from slipstream.models.load import load
-from slipstream.models.sources import DEFAULT_MODEL
+from slipstream.models.sources import DEFAULT_MODEL, say
 from slipstream.runtimes import Runtime
 from slipstream.stream import CompletionOutput, RequestOutput, Stream
 
@@ -25,8 +31,8 @@ Message = Mapping[str, Any]
 class LLM:
     """A target model, possibly with a drafter.
 
-    model: hub id, folder, GGUF file, or the built-in default. dtype: "auto" (float32 on CPUs, the
-    checkpoint's own on GPUs), "float32", "bfloat16", "float16". device: "auto", "cpu", "cuda".
+    model: hub id, folder, GGUF file, or the built-in default. runtime, device, dtype, quantization,
+    threads, kv_cache_dtype: see ``config.RuntimeConfig``.
     max_model_len: tokens of prompt and answer together. max_num_seqs: requests in flight.
     speculative_config: {"method": "ngram" | "draft_model", "num_speculative_tokens": K, …}; None
     decodes plainly. logprobs_mode: "raw_logprobs" or "processed_logprobs".
@@ -38,12 +44,16 @@ class LLM:
         model: str = DEFAULT_MODEL,
         *,
         speculative_config: Mapping[str, Any] | None = None,
-        dtype: str = "auto",
+        runtime: str = "auto",
         device: str = "auto",
+        dtype: str = "auto",
+        quantization: str = "none",
+        threads: int | None = None,
+        kv_cache_dtype: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
         logprobs_mode: str = "raw_logprobs",
-        notify: Callable[[str], None] | None = None,
+        notify: Callable[[str], None] = say,
     ) -> None:
         if speculative_config is not None:
             parse(speculative_config)  # what is wrong with it is said before anything is loaded
@@ -52,7 +62,15 @@ class LLM:
         require_integer("max_num_seqs", max_num_seqs, 1)
         if max_model_len is not None:
             require_integer("max_model_len", max_model_len, 2)
-        self._load = lambda name: load(name, dtype=dtype, device=device, notify=notify)
+        config = RuntimeConfig(
+            runtime=runtime,
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
+            threads=threads,
+            kv_cache_dtype=kv_cache_dtype,
+        )
+        self._load = lambda name: load(name, config, notify=notify)
         self.model = self._load(model)
         self.tokenizer = self.model.tokenizer
         longest = self.model.runtime.max_length

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -107,13 +107,11 @@ class StepOutput:
     """What a step computes; the step itself changes nothing.
 
     logits: [N, V], at least float32: the rows asked for, request after request.
-    keys, values: a layer each, [B, kv_heads, Q, D]: KV of the step's tokens, padded to the longest
-        request.
+    new_kv: KV of the step's tokens, as the runtime's own cache takes it.
     """
 
     logits: Tensor
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
+    new_kv: Any
 
 
 @dataclass(frozen=True)

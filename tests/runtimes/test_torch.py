@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from tiny_models import ARCHITECTURES, VOCAB, Pair
 from torch import Tensor
 
-from slipstream.cache import Cache
+from slipstream.cache import Cache, TensorKV
+from slipstream.config import RuntimeConfig
 from slipstream.errors import SlipstreamError
 from slipstream.models.adapter import TESTED, StepContext
 from slipstream.runtimes import torch as module
 from slipstream.runtimes.torch import TorchRuntime
-from slipstream.types import StepRows
+from slipstream.types import StepOutput, StepRows
 
 CLOSE = 1e-4
 TREE = [-1, 0, 0, 1, 1, 2, 3, 3, -1, 8]
@@ -163,9 +164,11 @@ def test_what_an_earlier_request_left_in_a_slot_is_not_seen() -> None:
     cache = runtime.new_cache(2, 64)
     long, short = cache.allocate(), cache.allocate()
     output = runtime.step([rows(short, text(20, seed=1))], cache)
-    broken = [torch.full_like(t, torch.nan) for t in output.keys]
+    broken = [torch.full_like(t, torch.nan) for t in output.new_kv.keys]
     cache.commit(
-        type(output)(logits=output.logits, keys=broken, values=broken), [short], [range(20)]
+        StepOutput(logits=output.logits, new_kv=TensorKV(keys=broken, values=broken)),
+        [short],
+        [range(20)],
     )
     cache.release(short)
     assert cache.allocate() == short
@@ -218,7 +221,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
 def test_load_takes_the_dtype_asked_for(folder: Path, dtype: str) -> None:
     """auto is float32 on a CPU."""
-    runtime = module.load(folder, name="tiny", dtype=dtype, device=torch.device("cpu"))
+    runtime = module.load(folder, name="tiny", config=RuntimeConfig(device="cpu", dtype=dtype))
     cache = runtime.new_cache(1, 8)
     want = torch.float32 if dtype == "auto" else module.DTYPES[dtype]
     assert cache._keys[0].dtype == want
@@ -233,7 +236,7 @@ def test_a_missing_tensor_is_named(folder: Path) -> None:
     del weights["model.layers.1.self_attn.k_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(SlipstreamError, match=r"my-model.*layers\.1\.self_attn\.k_proj"):
-        module.load(folder, name="my-model", dtype="auto", device=torch.device("cpu"))
+        module.load(folder, name="my-model", config=RuntimeConfig(device="cpu"))
 
 
 def test_what_counts_as_tested_is_tested() -> None:
@@ -265,17 +268,11 @@ def test_an_untested_architecture_is_compared_when_it_is_loaded(
 ) -> None:
     monkeypatch.setattr(module, "TESTED", [])
     tiny_models.build(tiny_models.config("gpt-2"), "eager").save_pretrained(tmp_path)
-    module.load(tmp_path, name="my-model", dtype="auto", device=torch.device("cpu"))
+    module.load(tmp_path, name="my-model", config=RuntimeConfig(device="cpu"))
     past = StepContext.past
     monkeypatch.setattr(StepContext, "past", lambda *args: tuple(0 * t for t in past(*args)))
     with pytest.raises(SlipstreamError, match="my-model"):
-        module.load(tmp_path, name="my-model", dtype="auto", device=torch.device("cpu"))
-
-
-@pytest.mark.parametrize("device", ["tpu9", "cuda:zero"])
-def test_an_unknown_device_is_named(device: str) -> None:
-    with pytest.raises(SlipstreamError, match=device):
-        module.find_device(device)
+        module.load(tmp_path, name="my-model", config=RuntimeConfig(device="cpu"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -287,14 +284,14 @@ def test_a_gpu_that_is_not_there_is_named(device: str) -> None:
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match="my-model"):
-        module.load(tmp_path, name="my-model", dtype="auto", device=torch.device("cpu"))
+        module.load(tmp_path, name="my-model", config=RuntimeConfig(device="cpu"))
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
     with pytest.raises(SlipstreamError, match=r"my-model.*nonsense"):
-        module.load(tmp_path, name="my-model", dtype="auto", device=torch.device("cpu"))
+        module.load(tmp_path, name="my-model", config=RuntimeConfig(device="cpu"))
 
 
 def test_broken_weights_are_named(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(SlipstreamError, match="my-model"):
-        module.load(folder, name="my-model", dtype="auto", device=torch.device("cpu"))
+        module.load(folder, name="my-model", config=RuntimeConfig(device="cpu"))

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import unknown
+from slipstream.config import RuntimeConfig
 from slipstream.errors import SlipstreamError
-from slipstream.models.sources import resolve
+from slipstream.models.sources import resolve, say
 from slipstream.models.vocabulary import vocabulary_size
 from slipstream.runtimes import Runtime
 
@@ -26,30 +26,29 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
 
 
-def load(
-    model: str, *, dtype: str, device: str, notify: Callable[[str], None] | None = None
-) -> LoadedModel:
+def load(model: str, config: RuntimeConfig, *, notify: Callable[[str], None] = say) -> LoadedModel:
     """Load a hub id, a folder, a GGUF file or a built-in name, fetching what is missing.
 
     notify: told in a line what takes time. Raises SlipstreamError naming what is wrong.
     """
-    from slipstream.runtimes.torch import DTYPES, find_device
-    from slipstream.runtimes.torch import load as load_torch
-
-    if dtype not in ("auto", *DTYPES):
-        raise unknown("dtype", dtype, ("auto", *DTYPES))
-    place = find_device(device)
-    folder = resolve(model, notify=notify) if notify else resolve(model)
+    folder = resolve(model, notify=notify)
+    runtime = _runtime(folder, model, config, notify)
     tokenizer = _tokenizer(folder, model)
-    runtime = load_torch(folder, name=model, dtype=dtype, device=place)
-    vocab_size = min(vocabulary_size(tokenizer), runtime.vocab_size)
     return LoadedModel(
         name=model,
         runtime=runtime,
         tokenizer=tokenizer,
-        vocab_size=vocab_size,
+        vocab_size=min(vocabulary_size(tokenizer), runtime.vocab_size),
         eos_token_ids=_eos_token_ids(folder, tokenizer),
     )
+
+
+def _runtime(
+    folder: Path, model: str, config: RuntimeConfig, notify: Callable[[str], None]
+) -> Runtime:
+    from slipstream.runtimes.torch import load as load_torch
+
+    return load_torch(folder, name=model, config=config)
 
 
 def _tokenizer(folder: Path, model: str) -> Any:

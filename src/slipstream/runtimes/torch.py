@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream import tree
-from slipstream.cache import Cache, LayerShape
-from slipstream.config import unknown
+from slipstream.cache import Cache, LayerShape, TensorKV, TorchCache
+from slipstream.config import RuntimeConfig
 from slipstream.errors import SlipstreamError
 from slipstream.models.adapter import (
     ATTENTION,
@@ -45,8 +44,8 @@ class TorchRuntime:
             _transpose_products(model)
         self._layers = self._probe()
 
-    def new_cache(self, slots: int, max_length: int) -> Cache:
-        return Cache(
+    def new_cache(self, slots: int, max_length: int) -> TorchCache:
+        return TorchCache(
             self._layers,
             slots=slots,
             max_length=max_length,
@@ -55,6 +54,7 @@ class TorchRuntime:
         )
 
     def step(self, batch: Sequence[StepRows], cache: Cache) -> StepOutput:
+        assert isinstance(cache, TorchCache)
         slots = [rows.slot for rows in batch]
         keys, values = cache.view(slots)
         return self._run(batch, [cache.lengths[slot] for slot in slots], keys, values)
@@ -118,8 +118,10 @@ class TorchRuntime:
         order = range(self._layer_count)
         return StepOutput(
             logits=logits,
-            keys=[context.new_keys[i] for i in order],
-            values=[context.new_values[i] for i in order],
+            new_kv=TensorKV(
+                keys=[context.new_keys[i] for i in order],
+                values=[context.new_values[i] for i in order],
+            ),
         )
 
     def _tensor(self, data: Any) -> Tensor:
@@ -128,7 +130,7 @@ class TorchRuntime:
     def _probe(self) -> list[LayerShape]:
         """Learn the KV shapes from a forward pass of one token over nothing committed."""
         try:
-            out = self._run([chain_rows(0, [0])], [0], None, None)
+            kv = self._run([chain_rows(0, [0])], [0], None, None).new_kv
         except KeyError as missing:
             raise SlipstreamError(
                 f"{self.name}: layer {missing} never called attention: this architecture isn't "
@@ -136,30 +138,28 @@ class TorchRuntime:
             ) from None
         return [
             LayerShape(kv_heads=k.shape[1], key_dim=k.shape[3], value_dim=v.shape[3])
-            for k, v in zip(out.keys, out.values, strict=True)
+            for k, v in zip(kv.keys, kv.values, strict=True)
         ]
 
 
-def load(folder: Path, *, name: str, dtype: str, device: torch.device) -> TorchRuntime:
-    """Load a transformers checkpoint folder.
-
-    dtype: a key of ``DTYPES``, or "auto": float32 on CPUs, the checkpoint's own on GPUs.
-    """
+def load(folder: Path, *, name: str, config: RuntimeConfig) -> TorchRuntime:
+    """Load a transformers checkpoint folder."""
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
+    device = find_device(config.device)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        config = AutoConfig.from_pretrained(folder)
-        check_config(config, name)
+        shape = AutoConfig.from_pretrained(folder)
+        check_config(shape, name)
         with torch.device("meta"):  # the class tells, before any weight is read
-            check_model(AutoModelForCausalLM.from_config(config), name)
+            check_model(AutoModelForCausalLM.from_config(shape), name)
         chosen: Any = torch.float32 if device.type == "cpu" else "auto"
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=chosen if dtype == "auto" else DTYPES[dtype],
+            dtype=chosen if config.dtype == "auto" else DTYPES[config.dtype],
             attn_implementation=ATTENTION,
             output_loading_info=True,
         )
@@ -176,7 +176,7 @@ def load(folder: Path, *, name: str, dtype: str, device: torch.device) -> TorchR
             "fetch the checkpoint again"
         )
     runtime = TorchRuntime(model, name)
-    if config.get_text_config().model_type not in TESTED:
+    if shape.get_text_config().model_type not in TESTED:
         runtime.check_against_transformers()
     return runtime
 
@@ -185,8 +185,6 @@ def find_device(device: str) -> torch.device:
     """ "cpu", "cuda", "cuda:1" …, or "auto": the first GPU if there is one, else the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise unknown("device", device, ("auto", "cpu", "cuda", "cuda:N"))
     place = torch.device(device)
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
