@@ -79,7 +79,7 @@ def test_scattering_equals_appending() -> None:
         cache.allocate()
     out = step([1, 2, 3])
     one.commit(out, [0], [range(2)])
-    other._scatter(out, [0], [range(2)])
+    other._scatter(out.new_kv, [0], [range(2)])
     other.lengths[0] = 2
     assert held(one, [0]) == held(other, [0]) == [[1, 2]]
 
