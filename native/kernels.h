@@ -30,8 +30,8 @@ struct Rows {
 struct Columns {
   const void* w = nullptr;       // f32, bf16: [N/16][K][16]; int8: [N/16][K/4][16][4];
                                  // int4: [N/16][K/8][16][4], low nibbles k ... k+3, high k+4 ... k+7
-  const float* scale = nullptr;  // [N/16][K/32][16]: int8 w = scale * q, int4 w = scale * q + shift
-  const float* shift = nullptr;  // [N/16][K/32][16], int4 only
+  const uint16_t* scale = nullptr;  // fp16 [N/16][K/32][16]: int8 w = scale * q, int4 + shift
+  const uint16_t* shift = nullptr;  // fp16 [N/16][K/32][16], int4 only
 };
 
 // Panels first ... last of the product: y[m * ld + 16 * panel + column], m < x.count.
@@ -40,20 +40,21 @@ using Product = void (*)(const Columns&, const Rows& x, size_t K, size_t first, 
 
 enum class Activation { silu, gelu_tanh, gelu };
 
-// One query row and head against what it may see, in logical order: committed tokens, then its
-// ancestors in the tree.
+// One query row and head against what it may see: positions 0 ... count - 1, the committed ones
+// in the cache, the tokens of this step in a tail of the same layout. Sums run over positions in
+// their order, in blocks cut by position: where a row lies in tree, batch or memory changes no bit.
 struct Attention {
-  const float* query;           // [D], scaled
-  const float* keys;            // committed, [capacity / 16][D][16]
-  const float* values;          // committed, [capacity][D]
-  const float* const* new_keys;    // ancestors from the top, the row itself last; each [D]
-  const float* const* new_values;  // [D]
-  size_t past, ancestors;       // how many of each
-  size_t first;                 // first position that a sliding window leaves visible
-  size_t dim;                   // D
-  float softcap;                // 0: none
-  float* scores;                // room for past + ancestors, rounded up to 16, and 16 more
-  float* out;                   // [D]
+  const float* query;       // [D], scaled
+  const void* keys;         // committed, float or bf16, [capacity / 16][D][16]
+  const void* values;       // committed, [capacity][D]
+  const void* tail_keys;    // of the block that holds position ``past``, and of the later ones
+  const void* tail_values;  // of position ``past`` and the later ones
+  size_t past, count;
+  size_t first;             // first position that a sliding window leaves visible
+  size_t dim;               // D
+  float softcap;            // 0: none
+  float* scores;            // room for count, rounded up to 16, and 64 more
+  float* out;               // [D]
 };
 
 struct Kernels {
@@ -65,7 +66,10 @@ struct Kernels {
   void (*layer_norm)(const float* x, const float* w, const float* b, size_t n, float eps, float* y);
   // y = act(gate) * up; up may be null
   void (*activate)(Activation, const float* gate, const float* up, size_t n, float* y);
-  void (*attend)(const Attention&);
+  void (*attend[2])(const Attention&);  // over keys and values in fp32, in bf16
+  // K values of a row, by groups of 32: x = scale * q8; group g to scale[g * M] and sum[g * M],
+  // four values to q8[k * M]
+  void (*quantise)(const float* x, size_t K, size_t M, int8_t* q8, float* scale, int32_t* sum);
 };
 
 const Kernels* avx512_kernels();  // null where not compiled in or not supported by this processor

@@ -42,16 +42,17 @@ inline __m256i four(const int8_t* x) {
   std::memcpy(&word, x, 4);
   return _mm256_set1_epi32(word);
 }
-// maddubs saturates at 16 bits: 2 * 127 * 127 and 2 * 15 * 127 stay below
+// maddubs saturates at 16 bits: 2 * 128 * 127 and 2 * 15 * 127 stay below
 inline __m256i dot(__m256i s, __m256i u, __m256i i) {
   __m256i pairs = _mm256_maddubs_epi16(u, i);
   return _mm256_add_epi32(s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 inline Sums dot8(Sums s, const int8_t* w, const int8_t* x) {
-  __m256i xv = four(x), size = _mm256_abs_epi8(xv);
+  __m256i xv = four(x);
   __m256i a = _mm256_loadu_si256((const __m256i*)w);
   __m256i b = _mm256_loadu_si256((const __m256i*)(w + 32));
-  return {dot(s.a, size, _mm256_sign_epi8(a, xv)), dot(s.b, size, _mm256_sign_epi8(b, xv))};
+  return {dot(s.a, _mm256_abs_epi8(a), _mm256_sign_epi8(xv, a)),
+          dot(s.b, _mm256_abs_epi8(b), _mm256_sign_epi8(xv, b))};
 }
 inline Sums dot4(Sums s, const uint8_t* w, const int8_t* x) {
   __m256i low = _mm256_set1_epi8(15), x0 = four(x), x1 = four(x + 4);
@@ -127,8 +128,8 @@ template <bool Four, int M>
 void int_panel(const Columns& c, const Rows& x, size_t K, size_t panel, float* y, size_t ld) {
   constexpr size_t kStep = Four ? 8 : 4;  // k in 64 bytes of weights
   const auto* w = (const int8_t*)c.w + panel * (K / kStep) * 64;
-  const float* scale = c.scale + panel * (K / kGroup) * kPanel;
-  const float* shift = Four ? c.shift + panel * (K / kGroup) * kPanel : nullptr;
+  const uint16_t* scale = c.scale + panel * (K / kGroup) * kPanel;
+  const uint16_t* shift = Four ? c.shift + panel * (K / kGroup) * kPanel : nullptr;
   V acc[M];
   for (auto& a : acc) a = zero();
   for (size_t g = 0; g < K / kGroup; ++g) {
@@ -149,12 +150,12 @@ void int_panel(const Columns& c, const Rows& x, size_t K, size_t panel, float* y
         }
       }
     }
-    V s = load(scale + g * kPanel);
+    V s = load_half(scale + g * kPanel);
     for (int m = 0; m < M; ++m) {
       float xs = x.scale[g * M + m];
       acc[m] = fma(to_float(sums[m]), mul(s, set1(xs)), acc[m]);
       if constexpr (Four)
-        acc[m] = fma(load(shift + g * kPanel), set1(xs * (float)x.sum[g * M + m]), acc[m]);
+        acc[m] = fma(load_half(shift + g * kPanel), set1(xs * (float)x.sum[g * M + m]), acc[m]);
     }
   }
   for (int m = 0; m < M; ++m) store(y + m * ld, acc[m]);
@@ -201,9 +202,13 @@ SLIP_KERNEL(Int4Rows, (int_rows<true, M>))
 
 inline const Kernels* kernels(const char* name) {
   static const Kernels table{
-      name,       {by_rows<F32Rows>, by_rows<BF16Rows>, by_rows<Int8Rows>, by_rows<Int4Rows>},
-      rms_norm,   layer_norm,
-      activate,   attend};
+      name,
+      {by_rows<F32Rows>, by_rows<BF16Rows>, by_rows<Int8Rows>, by_rows<Int4Rows>},
+      rms_norm,
+      layer_norm,
+      activate,
+      {attend<float>, attend<uint16_t>},
+      quantise};
   return &table;
 }
 

@@ -5,7 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <optional>
+#include <mutex>
 #include <stdexcept>
 
 #include "step.h"
@@ -48,10 +48,18 @@ Activation activation_of(const std::string& name) {
   throw std::invalid_argument("unknown activation " + name);
 }
 
+Stored stored_of(const std::string& name) {
+  const char* names[] = {"float32", "bfloat16", "Q4_0", "Q4_1", "Q8_0"};
+  for (int i = 0; i < 5; ++i)
+    if (name == names[i]) return (Stored)i;
+  throw std::invalid_argument("unknown kind of weights " + name);
+}
+
 // Reads named arrays of a dictionary; what is asked for must have the size asked for.
+// A matrix is (format, [(how it is stored, rows), ...]), the parts one below the other.
 struct Source {
   nb::dict from;
-  Format format;
+  Pool& pool;
 
   Floats floats(const char* name, std::initializer_list<size_t> sizes) const {
     if (!from.contains(name)) return {};
@@ -62,21 +70,42 @@ struct Source {
   }
   std::unique_ptr<Matrix> matrix(const char* name, size_t N, size_t K) const {
     require(from.contains(name), (std::string(name) + " is missing").c_str());
-    auto a = nb::cast<Array>(from[name]);
-    bool fits = a.ndim() == 2 && a.shape(0) == N && a.shape(1) == K;
-    require(fits, (std::string(name) + " has the wrong shape").c_str());
-    return std::make_unique<Matrix>(a.data(), N, K, format);
+    auto pair = nb::cast<nb::tuple>(from[name]);
+    auto m = std::make_unique<Matrix>(N, K, format_of(nb::cast<std::string>(pair[0])));
+    size_t first = 0;
+    for (auto part : nb::cast<nb::list>(pair[1])) {
+      auto both = nb::cast<nb::tuple>(part);
+      auto a = nb::cast<nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>>(both[1]);
+      Stored stored = stored_of(nb::cast<std::string>(both[0]));
+      bool fits = a.ndim() == 2 && a.shape(0) <= N - first &&
+                  a.shape(1) * a.itemsize() == row_bytes(stored, K);
+      require(fits, (std::string(name) + " has the wrong shape").c_str());
+      pack(*m, first, a.shape(0), (const uint8_t*)a.data(), stored);
+      first += a.shape(0);
+    }
+    require(first == N, (std::string(name) + " has too few rows").c_str());
+    return m;
   }
   Norm norm(const std::string& name, size_t n) const {
     return {floats(name.c_str(), {n}), floats((name + "_bias").c_str(), {n})};
+  }
+
+ private:
+  // Threads take whole panels: the first rows may lie in one that another part began.
+  void pack(Matrix& m, size_t first, size_t count, const uint8_t* rows, Stored stored) const {
+    size_t bytes = row_bytes(stored, m.columns()), last = first + count, panel = first / kPanel;
+    m.set(first, 0, rows, stored);  // what is wrong is said here, not in a thread
+    pool.run((last + kPanel - 1) / kPanel - panel, 1, [&](size_t begin, size_t end, int) {
+      size_t from = std::max(first, (panel + begin) * kPanel);
+      size_t to = std::min(last, (panel + end) * kPanel);
+      m.set(from, to - from, rows + (from - first) * bytes, stored);
+    });
   }
 };
 
 class NativeModel {
  public:
-  NativeModel(nb::dict config, nb::dict weights, const std::string& format, int threads,
-              const std::string& kernels)
-      : format_(format_of(format)) {
+  NativeModel(nb::dict config, nb::dict weights, int threads, const std::string& kernels) {
     require(threads >= 1 && threads <= 1024, "threads must be from 1 to 1024");
     auto size = [&](const char* name) {
       auto v = nb::cast<int64_t>(config[name]);
@@ -110,23 +139,19 @@ class NativeModel {
       require(a.ndim() == 1 && 2 * a.shape(0) <= c.dim, "a rotary table is longer than a head");
       model_.rotary.push_back({Floats(a.data(), a.data() + a.size()), nb::cast<float>(pair[1])});
     }
-    Source source{weights, format_};
-    auto embedding = nb::cast<Array>(weights["embedding"]);
-    require(embedding.ndim() == 2 && embedding.shape(0) == c.vocab &&
-                embedding.shape(1) == c.hidden,
-            "embedding has the wrong shape");
-    model_.embedding.assign(embedding.data(), embedding.data() + embedding.size());
-    model_.head = source.matrix("head", c.vocab, c.hidden);
+    step_ = std::make_unique<Step>(model_, best_kernels(kernels), threads);
+    Source source{weights, step_->pool()};
+    model_.embedding = source.matrix("embedding", c.vocab, c.hidden);
+    model_.head = weights.contains("head") ? source.matrix("head", c.vocab, c.hidden)
+                                           : model_.embedding;
     model_.head_bias = source.floats("head_bias", {c.vocab});
     model_.last = source.norm("norm", c.hidden);
     require(!model_.last.weight.empty(), "norm is missing");
-    step_ = std::make_unique<Step>(model_, best_kernels(kernels), threads);
-    name_ = best_kernels(kernels).name;
   }
 
   void add_layer(nb::dict weights, size_t window, size_t rotary) {
     const Config& c = model_.config;
-    Source source{weights, format_};
+    Source source{weights, step_->pool()};
     require(rotary < model_.rotary.size(), "no such rotary table");
     Layer layer;
     layer.before_attention = source.norm("before_attention", c.hidden);
@@ -150,68 +175,92 @@ class NativeModel {
   }
 
   const Model& model() const { return model_; }
-  const std::string& kernels() const { return name_; }
+  std::string kernels() const { return step_->kernels().name; }
   size_t bytes() const {
-    size_t total = model_.embedding.size() * 4 + model_.head->bytes();
+    size_t total = model_.embedding->bytes();
+    if (model_.head != model_.embedding) total += model_.head->bytes();
     for (const Layer& l : model_.layers)
       total += l.qkv->bytes() + l.out->bytes() + l.up->bytes() + l.down->bytes();
     return total;
   }
-  Output run(const Batch& batch, Cache& cache) { return step_->run(batch, cache); }
+  void run(const Batch& batch, const Cache& cache, Output& out) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    step_->run(batch, cache, out);
+  }
 
  private:
   Model model_;
-  Format format_;
   std::unique_ptr<Step> step_;
-  std::string name_;
+  std::mutex mutex_;  // a step's room is the model's: one at a time
 };
 
 class NativeCache {
  public:
-  NativeCache(NativeModel& model, size_t slots, size_t capacity)
-      : model_(model), cache_(model.model(), slots, capacity) {
-    require(slots >= 1 && capacity >= 1, "a cache needs a slot and room");
+  NativeCache(NativeModel& model, size_t slots, size_t max_length, bool narrow)
+      : model_(model), max_length_(max_length), cache_(model.model(), slots, narrow) {
+    require(slots >= 1 && max_length >= 1, "a cache needs a slot and room");
   }
-  Cache& get() { return cache_; }
-  size_t capacity() const { return cache_.capacity(); }
+  const Cache& get() const { return cache_; }
+  size_t bytes() const { return cache_.bytes(); }
+  const NativeModel& owner() const { return model_; }
 
-  // Append rows of a step to a slot at ``position``.
-  void commit(const Output& output, size_t slot, size_t position, const Indices& rows) {
-    require(slot < cache_.slots(), "no such slot");
-    require(position + rows.size() <= cache_.capacity(), "the slot is full");
+  // Append rows of a step to slots that hold ``lengths`` tokens; a request each. Room comes first:
+  // an error leaves the cache as it was, as far as can be seen.
+  void commit(const Output& output, const Indices& slots, const Indices& lengths,
+              const std::vector<Indices>& rows) {
     size_t layers = model_.model().layers.size();
     size_t kv = model_.model().config.kv_heads * model_.model().config.dim;
-    require(output.keys.size() == layers, "a step of another model");
-    for (int64_t row : rows)
-      require(row >= 0 && (size_t)row < output.keys[0].size() / kv, "no such row");
+    require(slots.size() == lengths.size() && slots.size() == rows.size(),
+            "slots, lengths and rows differ in length");
+    require(output.keys.size() == layers, "a step of another model, or one that ended early");
+    for (size_t b = 0; b < slots.size(); ++b) {
+      require(slots[b] >= 0 && (size_t)slots[b] < cache_.slots(), "no such slot");
+      size_t end = lengths[b] + rows[b].size();
+      require(lengths[b] >= 0 && end <= max_length_, "the slot is full");
+      for (int64_t row : rows[b])
+        require(row >= 0 && (size_t)row < output.parents.size(), "no such row");
+      size_t capacity = cache_.capacity(slots[b]);
+      if (end > capacity)
+        cache_.reserve(slots[b], std::min(max_length_, std::max({end, 2 * capacity, kFirst})));
+    }
     for (size_t l = 0; l < layers; ++l)
-      for (size_t i = 0; i < rows.size(); ++i)
-        cache_.put(l, slot, position + i, output.keys[l].data() + rows[i] * kv,
-                   output.values[l].data() + rows[i] * kv);
+      for (size_t b = 0; b < slots.size(); ++b)
+        for (size_t i = 0; i < rows[b].size(); ++i)
+          cache_.put(l, slots[b], lengths[b] + i, output.keys[l].data() + rows[b][i] * kv,
+                     output.values[l].data() + rows[b][i] * kv);
   }
 
  private:
+  static constexpr size_t kFirst = 256;  // tokens of room at first
   NativeModel& model_;
+  size_t max_length_;
   Cache cache_;
 };
 
-// tokens, parents, slots, past: of all rows; parents are row indices of the whole batch, or -1.
-Output run_step(NativeModel& model, NativeCache& cache, const Indices& tokens,
-                const Indices& parents, const Indices& slots, const Indices& past,
-                const Indices& wanted) {
-  size_t rows = tokens.size();
+// tokens, parents, slots, past: of the new rows; parents are rows of the output, or -1. wanted:
+// which of the new rows' logits are asked for. taps: layers whose input is. depth: layers to run.
+void run_step(NativeModel& model, NativeCache& cache, Output& out, const Indices& tokens,
+              const Indices& parents, const Indices& slots, const Indices& past,
+              const Indices& wanted, const Indices& taps, int64_t depth) {
+  size_t rows = tokens.size(), first = out.parents.size(), layers = model.model().layers.size();
+  require(&cache.owner() == &model, "the cache is another model's");
   require(rows >= 1, "a step needs a row");
   require(parents.size() == rows && slots.size() == rows && past.size() == rows,
           "tokens, parents, slots and past differ in length");
-  Batch batch{tokens, parents, {}, {}, {}};
+  require(depth >= 1 && (size_t)depth <= layers, "depth is from 1 to the number of layers");
+  require(!first || out.keys.size() == (size_t)depth, "the output is another step's");
+  Batch batch{tokens, parents, {}, {}, {}, {}, (size_t)depth};
   for (size_t r = 0; r < rows; ++r) {
     require(tokens[r] >= 0 && (size_t)tokens[r] < model.model().config.vocab, "no such token");
-    require(parents[r] >= -1 && parents[r] < (int64_t)r, "a parent comes before its child");
+    require(parents[r] >= -1 && parents[r] < (int64_t)(first + r), "a parent comes before");
     require(slots[r] >= 0 && (size_t)slots[r] < cache.get().slots(), "no such slot");
-    require(past[r] >= 0 && (size_t)past[r] <= cache.capacity(), "more past than the slot holds");
-    if (parents[r] >= 0)
-      require(slots[r] == slots[parents[r]] && past[r] == past[parents[r]],
+    require(past[r] >= 0 && (size_t)past[r] <= cache.get().capacity(slots[r]),
+            "more past than the slot holds");
+    if (parents[r] >= (int64_t)first) {
+      size_t parent = parents[r] - first;
+      require(slots[r] == slots[parent] && past[r] == past[parent],
               "a child is of its parent's request");
+    }
     batch.slots.push_back(slots[r]);
     batch.past.push_back(past[r]);
   }
@@ -219,27 +268,37 @@ Output run_step(NativeModel& model, NativeCache& cache, const Indices& tokens,
     require(row >= 0 && (size_t)row < rows, "no such row");
     batch.wanted.push_back(row);
   }
+  for (int64_t tap : taps) {
+    require(tap >= 0 && tap <= depth, "no such layer");
+    batch.taps.push_back(tap);
+  }
   nb::gil_scoped_release free;
-  return model.run(batch, cache.get());
+  model.run(batch, cache.get(), out);
+}
+
+nb::ndarray<nb::numpy, float, nb::ndim<2>> rows_of(Output& o, Floats& floats, size_t width) {
+  return nb::ndarray<nb::numpy, float, nb::ndim<2>>(floats.data(), {floats.size() / width, width},
+                                                    nb::find(o));
 }
 
 }  // namespace
 
 NB_MODULE(_native, m) {
-  nb::class_<Output>(m, "Output").def_prop_ro("logits", [](Output& o) {
-    return nb::ndarray<nb::numpy, float, nb::ndim<1>>(o.logits.data(), {o.logits.size()},
-                                                      nb::find(o));
-  });
+  nb::class_<Output>(m, "Output")
+      .def(nb::init<>())
+      .def("logits", [](Output& o, size_t width) { return rows_of(o, o.logits, width); })
+      .def("features", [](Output& o, size_t width) { return rows_of(o, o.features, width); });
   nb::class_<NativeModel>(m, "Model")
-      .def(nb::init<nb::dict, nb::dict, const std::string&, int, const std::string&>(),
-           nb::arg("config"), nb::arg("weights"), nb::arg("format"), nb::arg("threads"),
-           nb::arg("kernels") = "")
+      .def(nb::init<nb::dict, nb::dict, int, const std::string&>(), nb::arg("config"),
+           nb::arg("weights"), nb::arg("threads"), nb::arg("kernels") = "")
       .def("add_layer", &NativeModel::add_layer)
       .def_prop_ro("kernels", &NativeModel::kernels)
       .def_prop_ro("bytes", &NativeModel::bytes);
   nb::class_<NativeCache>(m, "Cache")
-      .def(nb::init<NativeModel&, size_t, size_t>(), nb::keep_alive<1, 2>())
-      .def_prop_ro("capacity", &NativeCache::capacity)
+      .def(nb::init<NativeModel&, size_t, size_t, bool>(), nb::keep_alive<1, 2>())
+      .def_prop_ro("bytes", &NativeCache::bytes)
       .def("commit", &NativeCache::commit);
-  m.def("step", &run_step);
+  m.def("step", &run_step, nb::arg("model"), nb::arg("cache"), nb::arg("output"),
+        nb::arg("tokens"), nb::arg("parents"), nb::arg("slots"), nb::arg("past"),
+        nb::arg("wanted"), nb::arg("taps"), nb::arg("depth"));
 }

@@ -110,60 +110,115 @@ inline void activate(Activation kind, const float* gate, const float* up, size_t
   }
 }
 
-// q · k for 16 positions at once, or for one: the same terms in the same order.
-inline V score_block(const float* query, const float* keys, size_t dim) {
-  V acc = zero();
-  for (size_t d = 0; d < dim; ++d) acc = fma(set1(query[d]), load(keys + d * kLanes), acc);
-  return acc;
-}
-inline float score_one(const float* query, const float* key, size_t dim) {
-  float acc = 0;
-  for (size_t d = 0; d < dim; ++d) acc = std::fma(query[d], key[d], acc);
-  return acc;
+inline void quantise(const float* x, size_t K, size_t M, int8_t* q8, float* scale, int32_t* sum) {
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, kept in the bits
+  for (size_t g = 0; g < K / kGroup; ++g) {
+    V a = load(x + g * kGroup), b = load(x + g * kGroup + kLanes);
+    float f[kLanes], most = 0;
+    store(f, max(max(a, sub(zero(), a)), max(b, sub(zero(), b))));
+    for (float v : f) most = std::max(most, v);
+    float s = most / 127;
+    V inverse = set1(s > 0 ? 1 / s : 0);
+    uint32_t bits[kGroup];
+    store((float*)bits, add(mul(a, inverse), set1(magic)));
+    store((float*)bits + kLanes, add(mul(b, inverse), set1(magic)));
+    int8_t q[kGroup];
+    int32_t total = 0;
+    for (int j = 0; j < kGroup; ++j) q[j] = (int8_t)(bits[j] & 0xff);
+    for (int j = 0; j < kGroup; ++j) total += q[j];
+    for (int j = 0; j < kGroup; j += 4) std::memcpy(q8 + (g * kGroup + j) * M, q + j, 4);
+    scale[g * M] = s;
+    sum[g * M] = total;
+  }
 }
 
-template <int N>
-void add_values(const Attention& a, size_t begin, size_t from) {  // N * 16 values from ``from`` on
+inline V get(const float* p) { return load(p); }
+inline V get(const uint16_t* p) { return load_bf16(p); }
+inline float one(const float* p) { return *p; }
+inline float one(const uint16_t* p) {
+  uint32_t u = (uint32_t)*p << 16;
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+
+// q . k for N blocks of 16 positions: the terms of each in the order of d.
+template <int N, class T>
+void score_blocks(const float* query, const T* keys, size_t dim, float* scores) {
   V acc[N];
   for (auto& v : acc) v = zero();
-  for (size_t j = begin; j < a.past + a.ancestors; ++j) {
-    const float* value = j < a.past ? a.values + j * a.dim : a.new_values[j - a.past];
-    V weight = set1(a.scores[j]);
-    for (int i = 0; i < N; ++i) acc[i] = fma(weight, load(value + from + i * kLanes), acc[i]);
+  for (size_t d = 0; d < dim; ++d) {
+    V q = set1(query[d]);
+    for (int i = 0; i < N; ++i) acc[i] = fma(q, get(keys + (i * dim + d) * kLanes), acc[i]);
   }
+  for (int i = 0; i < N; ++i) store(scores + i * kLanes, acc[i]);
+}
+
+template <class T>
+void score(const float* query, const T* keys, size_t dim, size_t blocks, float* scores) {
+  size_t b = 0;
+  for (; b + 4 <= blocks; b += 4)
+    score_blocks<4>(query, keys + b * dim * kLanes, dim, scores + b * kLanes);
+  for (; b < blocks; ++b)
+    score_blocks<1>(query, keys + b * dim * kLanes, dim, scores + b * kLanes);
+}
+
+template <int N, class T>  // N * 16 values from ``from`` on
+void add_values(const Attention& a, size_t from) {
+  V acc[N];
+  for (auto& v : acc) v = zero();
+  auto add = [&](const T* values, size_t begin, size_t end) {
+    for (size_t j = begin; j < end; ++j, values += a.dim) {
+      V weight = set1(a.scores[j]);
+      for (int i = 0; i < N; ++i) acc[i] = fma(weight, get(values + i * kLanes), acc[i]);
+    }
+  };
+  size_t tail = std::max(a.past, a.first);
+  if (a.first < a.past) add((const T*)a.values + a.first * a.dim + from, a.first, a.past);
+  add((const T*)a.tail_values + (tail - a.past) * a.dim + from, tail, a.count);
   for (int i = 0; i < N; ++i) store(a.out + from + i * kLanes, acc[i]);
 }
 
-inline void attend(const Attention& a) {
-  size_t count = a.past + a.ancestors, block = a.first / kLanes * kLanes;
-  for (size_t j = block; j < a.past; j += kLanes)
-    store(a.scores + j, score_block(a.query, a.keys + j * a.dim, a.dim));
-  for (size_t i = 0; i < a.ancestors; ++i)
-    a.scores[a.past + i] = score_one(a.query, a.new_keys[i], a.dim);
-  if (a.softcap > 0)
-    for (size_t j = block; j < count; j += kLanes) {
-      V capped = mul(tanh(div(load(a.scores + j), set1(a.softcap))), set1(a.softcap));
-      store_up_to(a.scores + j, capped, count - j);
-    }
-  float most = a.scores[count - 1];
-  for (size_t j = a.first; j < count; ++j) most = std::max(most, a.scores[j]);
-  for (size_t j = count; j % kLanes; ++j) a.scores[j] = most;  // not to be read as numbers else
+template <class T>
+void attend(const Attention& a) {
+  size_t begin = a.first / kLanes, shared = a.past / kLanes;
+  size_t end = (a.count + kLanes - 1) / kLanes, tail = std::max(begin, shared);
+  if (begin < shared)
+    score(a.query, (const T*)a.keys + begin * a.dim * kLanes, a.dim, shared - begin,
+          a.scores + begin * kLanes);
+  score(a.query, (const T*)a.tail_keys + (tail - shared) * a.dim * kLanes, a.dim, end - tail,
+        a.scores + tail * kLanes);
+  float most = -INFINITY;
+  for (size_t j = begin * kLanes; j < end * kLanes; j += kLanes) {
+    if (a.softcap > 0)
+      store(a.scores + j,
+            mul(tanh(div(load(a.scores + j), set1(a.softcap))), set1(a.softcap)));
+    if (j < a.first || j + kLanes > a.count)  // what is not to be seen
+      for (size_t i = j; i < j + kLanes; ++i)
+        if (i < a.first || i >= a.count) a.scores[i] = -INFINITY;
+  }
+  V top = set1(-INFINITY);
+  for (size_t j = begin * kLanes; j < end * kLanes; j += kLanes) top = max(top, load(a.scores + j));
+  float f[kLanes];
+  store(f, top);
+  for (float v : f) most = std::max(most, v);
   V sums = zero();
-  for (size_t j = block; j < count; j += kLanes) {
-    V e = exp(sub(load(a.scores + j), set1(most)));
-    store(a.scores + j, e);
-    for (size_t i = j; i < a.first; ++i) a.scores[i] = 0;
-    for (size_t i = count; i < j + kLanes; ++i) a.scores[i] = 0;
+  for (size_t j = begin * kLanes; j < end * kLanes; j += kLanes) {
+    store(a.scores + j, exp(sub(load(a.scores + j), set1(most))));
+    if (j < a.first || j + kLanes > a.count)  // exp has a floor
+      for (size_t i = j; i < j + kLanes; ++i)
+        if (i < a.first || i >= a.count) a.scores[i] = 0;
     sums = add(sums, load(a.scores + j));
   }
   size_t from = 0;
-  for (; from + 4 * kLanes <= a.dim; from += 4 * kLanes) add_values<4>(a, a.first, from);
-  for (; from + kLanes <= a.dim; from += kLanes) add_values<1>(a, a.first, from);
+  for (; from + 4 * kLanes <= a.dim; from += 4 * kLanes) add_values<4, T>(a, from);
+  for (; from + kLanes <= a.dim; from += kLanes) add_values<1, T>(a, from);
   for (; from < a.dim; ++from) {
     float acc = 0;
-    for (size_t j = a.first; j < count; ++j) {
-      const float* value = j < a.past ? a.values + j * a.dim : a.new_values[j - a.past];
-      acc = std::fma(a.scores[j], value[from], acc);
+    for (size_t j = a.first; j < a.count; ++j) {
+      const T* value = j < a.past ? (const T*)a.values + j * a.dim
+                                  : (const T*)a.tail_values + (j - a.past) * a.dim;
+      acc = std::fma(a.scores[j], one(value + from), acc);
     }
     a.out[from] = acc;
   }

@@ -6,30 +6,93 @@
 
 namespace slip {
 
-Cache::Cache(const Model& model, size_t slots, size_t capacity)
-    : slots_(slots),
-      capacity_((capacity + kPanel - 1) / kPanel * kPanel),
+namespace {
+
+constexpr size_t kFewRows = 4;  // fewer are not worth waking a thread for their norms and the like
+
+float through_bf16(float x) {
+  uint32_t u = (uint32_t)float_to_bf16(x) << 16;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+
+template <class T>
+T to(float x);
+template <>
+float to<float>(float x) {
+  return x;
+}
+template <>
+uint16_t to<uint16_t>(float x) {
+  return float_to_bf16(x);
+}
+
+// One row into the layout of keys and of values.
+template <class T>
+void put_key(void* block, size_t place, const float* from, size_t dim) {
+  auto* at = (T*)block + place;
+  for (size_t d = 0; d < dim; ++d) at[d * kPanel] = to<T>(from[d]);
+}
+template <class T>
+void put_value(void* values, const float* from, size_t dim) {
+  for (size_t d = 0; d < dim; ++d) ((T*)values)[d] = to<T>(from[d]);
+}
+
+}  // namespace
+
+Cache::Cache(const Model& model, size_t slots, bool narrow)
+    : layers_(model.layers.size()),
       heads_(model.config.kv_heads),
-      dim_(model.config.dim) {
-  for (size_t l = 0; l < model.layers.size(); ++l) {
-    keys_.emplace_back(slots * heads_ * capacity_ * dim_);
-    values_.emplace_back(slots * heads_ * capacity_ * dim_);
-  }
+      dim_(model.config.dim),
+      size_(narrow ? 2 : 4),
+      narrow_(narrow),
+      slots_(slots) {}
+
+size_t Cache::bytes() const {
+  size_t total = 0;
+  for (const Slot& s : slots_) total += 2 * layers_ * heads_ * s.capacity * dim_ * size_;
+  return total;
 }
 
-float* Cache::keys(size_t layer, size_t slot, size_t head) {
-  return keys_[layer].data() + (slot * heads_ + head) * capacity_ * dim_;
+// All storage of the larger slot is there before the old one goes: an error changes nothing.
+void Cache::reserve(size_t slot, size_t capacity) {
+  Slot& old = slots_[slot];
+  if (capacity <= old.capacity) return;
+  Slot grown;
+  grown.capacity = (capacity + kPanel - 1) / kPanel * kPanel;
+  size_t was = old.capacity * dim_ * size_, now = grown.capacity * dim_ * size_;
+  for (size_t l = 0; l < layers_; ++l)
+    for (auto* stores : {&grown.keys, &grown.values}) {
+      Bytes& to = stores->emplace_back(heads_ * now);
+      if (!was) continue;
+      const Bytes& from = stores == &grown.keys ? old.keys[l] : old.values[l];
+      for (size_t h = 0; h < heads_; ++h) std::memcpy(&to[h * now], &from[h * was], was);
+    }
+  old = std::move(grown);
 }
 
-float* Cache::values(size_t layer, size_t slot, size_t head) {
-  return values_[layer].data() + (slot * heads_ + head) * capacity_ * dim_;
+const void* Cache::keys(size_t layer, size_t slot, size_t head) const {
+  const Slot& s = slots_[slot];
+  return s.capacity ? &s.keys[layer][head * s.capacity * dim_ * size_] : nullptr;
+}
+
+const void* Cache::values(size_t layer, size_t slot, size_t head) const {
+  const Slot& s = slots_[slot];
+  return s.capacity ? &s.values[layer][head * s.capacity * dim_ * size_] : nullptr;
 }
 
 void Cache::put(size_t layer, size_t slot, size_t position, const float* k, const float* v) {
+  size_t block = position / kPanel * kPanel * dim_ * size_, row = position * dim_ * size_;
   for (size_t h = 0; h < heads_; ++h) {
-    float* block = keys(layer, slot, h) + position / kPanel * kPanel * dim_ + position % kPanel;
-    for (size_t d = 0; d < dim_; ++d) block[d * kPanel] = k[h * dim_ + d];
-    std::memcpy(values(layer, slot, h) + position * dim_, v + h * dim_, dim_ * 4);
+    auto* key = (uint8_t*)keys(layer, slot, h) + block;
+    auto* value = (uint8_t*)values(layer, slot, h) + row;
+    if (narrow_) {
+      put_key<uint16_t>(key, position % kPanel, k + h * dim_, dim_);
+      put_value<uint16_t>(value, v + h * dim_, dim_);
+    } else {
+      put_key<float>(key, position % kPanel, k + h * dim_, dim_);
+      put_value<float>(value, v + h * dim_, dim_);
+    }
   }
 }
 
@@ -42,10 +105,11 @@ void Step::product(const Matrix& w, const Floats& bias, const float* x, size_t r
   size_t blocks = (rows + kMaxRows - 1) / kMaxRows, N = w.rows(), ld = w.panels() * kPanel;
   if (arranged_.size() < blocks) arranged_.resize(blocks);
   std::vector<Rows> parts(blocks);
-  pool_.run(blocks, [&](size_t begin, size_t end, int) {
+  pool_.run(blocks, 1, [&](size_t begin, size_t end, int) {
     for (size_t b = begin; b < end; ++b) {
       int count = (int)std::min<size_t>(kMaxRows, rows - b * kMaxRows);
-      parts[b] = arranged_[b].arrange(x + b * kMaxRows * w.columns(), count, w.columns(), w.format());
+      parts[b] = arranged_[b].arrange(kernels_, x + b * kMaxRows * w.columns(), count, w.columns(),
+                                      w.format());
     }
   });
   bool whole = ld == N;
@@ -53,7 +117,7 @@ void Step::product(const Matrix& w, const Floats& bias, const float* x, size_t r
   float* to = whole ? y : padded_.data();
   Product kernel = kernels_.product[(int)w.format()];
   constexpr size_t kTogether = 8;  // panels
-  pool_.run(w.panels(), [&](size_t begin, size_t end, int) {
+  pool_.run(w.panels(), 1, [&](size_t begin, size_t end, int) {
     for (size_t p = begin; p < end; p += kTogether)
       for (size_t b = 0; b < blocks; ++b)
         kernel(w.view(), parts[b], w.columns(), p, std::min(p + kTogether, end),
@@ -68,7 +132,7 @@ void Step::product(const Matrix& w, const Floats& bias, const float* x, size_t r
 void Step::norm(const Norm& n, const float* x, size_t rows, float* y) {
   size_t width = n.weight.size();
   const float *weight = n.weight.data(), *bias = n.bias.empty() ? nullptr : n.bias.data();
-  pool_.run(rows, [&](size_t begin, size_t end, int) {
+  pool_.run(rows, kFewRows, [&](size_t begin, size_t end, int) {
     for (size_t r = begin; r < end; ++r) {
       const float* from = x + r * width;
       if (model_.config.layer_norm)
@@ -79,22 +143,86 @@ void Step::norm(const Norm& n, const float* x, size_t rows, float* y) {
   });
 }
 
-// Cosine and sine of every row and table, once a step: [rows][2][half].
-void Step::prepare_angles() {
+// Cosine and sine of every new row and table, once a step: [rows][2][half].
+void Step::prepare_angles(const Output& out, size_t first) {
+  size_t rows = out.positions.size() - first;
   angles_.resize(model_.rotary.size());
   for (size_t t = 0; t < angles_.size(); ++t) {
     const Rotary& table = model_.rotary[t];
     size_t half = table.inverse_frequencies.size();
-    angles_[t].resize(positions_.size() * 2 * half);
-    pool_.run(positions_.size(), [&](size_t begin, size_t end, int) {
+    angles_[t].resize(rows * 2 * half);
+    pool_.run(rows, kFewRows, [&](size_t begin, size_t end, int) {
       for (size_t r = begin; r < end; ++r)
         for (size_t i = 0; i < half; ++i) {
-          float angle = (float)positions_[r] * table.inverse_frequencies[i];
+          float angle = (float)out.positions[first + r] * table.inverse_frequencies[i];
           angles_[t][2 * r * half + i] = std::cos(angle) * table.scale;
           angles_[t][(2 * r + 1) * half + i] = std::sin(angle) * table.scale;
         }
     });
   }
+}
+
+// Rows that follow each other from the newest committed token on share a tail (known tokens, a
+// drafted chain); every other row gets its own.
+void Step::prepare_tails(const Batch& batch, const Output& out, size_t first, const Cache& cache) {
+  const Config& c = model_.config;
+  size_t size = cache.narrow() ? 2 : 4, used = 0;
+  auto start = [&](size_t r) -> Tail& {
+    if (tails_.size() == used) tails_.emplace_back();
+    Tail& tail = tails_[used++];
+    tail.slot = batch.slots[r];
+    tail.past = batch.past[r];
+    tail.rows.clear();
+    return tail;
+  };
+  tail_of_.resize(batch.tokens.size());
+  bool chain = false;  // the row before is of a chain from the top
+  for (size_t r = 0; r < batch.tokens.size(); ++r) {
+    bool fresh = batch.parents[r] < 0 && (!r || batch.slots[r] != batch.slots[r - 1]);
+    chain = fresh || (chain && batch.parents[r] == (int64_t)(first + r - 1));
+    if (chain && !fresh) {
+      tails_[used - 1].rows.push_back(first + r);
+    } else {
+      Tail& tail = start(r);
+      for (int64_t row = first + r; row >= 0; row = out.parents[row]) tail.rows.push_back(row);
+      std::reverse(tail.rows.begin(), tail.rows.end());
+    }
+    tail_of_[r] = used - 1;
+  }
+  tails_.resize(used);
+  for (Tail& tail : tails_) {
+    size_t count = tail.past + tail.rows.size();
+    tail.blocks = (count + kPanel - 1) / kPanel - tail.past / kPanel;
+    tail.keys.resize(c.kv_heads * tail.blocks * kPanel * c.dim * size);
+    tail.values.resize(c.kv_heads * tail.rows.size() * c.dim * size);
+  }
+}
+
+template <class T>
+void Step::fill_tail(Tail& tail, size_t group, size_t l, const Cache& cache, const Output& out) {
+  size_t dim = model_.config.dim, kv = model_.config.kv_heads * dim, filled = tail.past % kPanel;
+  auto* keys = (T*)tail.keys.data() + group * tail.blocks * kPanel * dim;
+  auto* values = (T*)tail.values.data() + group * tail.rows.size() * dim;
+  if (filled) {  // the committed part of the first block; the lanes beside it are never looked at
+    auto* from = (const T*)cache.keys(l, tail.slot, group) + tail.past / kPanel * kPanel * dim;
+    std::memcpy(keys, from, kPanel * dim * sizeof(T));
+  }
+  for (size_t i = 0; i < tail.rows.size(); ++i) {
+    size_t place = filled + i, from = tail.rows[i] * kv + group * dim;
+    put_key<T>(keys + place / kPanel * kPanel * dim, place % kPanel, &out.keys[l][from], dim);
+    put_value<T>(values + i * dim, &out.values[l][from], dim);
+  }
+}
+
+void Step::fill_tails(size_t l, const Cache& cache, const Output& out) {
+  size_t groups = model_.config.kv_heads;
+  pool_.run(tails_.size() * groups, 8, [&](size_t begin, size_t end, int) {
+    for (size_t i = begin; i < end; ++i)
+      if (cache.narrow())
+        fill_tail<uint16_t>(tails_[i / groups], i % groups, l, cache, out);
+      else
+        fill_tail<float>(tails_[i / groups], i % groups, l, cache, out);
+  });
 }
 
 // Halves rotated against each other, as transformers' rotate_half does; the rest is left alone.
@@ -108,7 +236,7 @@ static void rotate(float* head, const float* cosine, const float* sine, size_t h
 
 // Query and key norms and rotation, in place; the new keys and values are copied out.
 void Step::prepare_heads(const Layer& layer, float* qkv, const Batch& batch, Output& out,
-                         size_t l) {
+                         size_t l, size_t first, bool narrow) {
   const Config& c = model_.config;
   size_t width = (c.heads + 2 * c.kv_heads) * c.dim, kv = c.kv_heads * c.dim;
   const Floats& angles = angles_[layer.rotary];
@@ -118,7 +246,10 @@ void Step::prepare_heads(const Layer& layer, float* qkv, const Batch& batch, Out
     for (size_t at = 0; at < heads * c.dim; at += w.size())
       kernels_.rms_norm(x + at, w.data(), w.size(), c.eps, x + at);
   };
-  pool_.run(batch.tokens.size(), [&](size_t begin, size_t end, int) {
+  auto keep = [&](float* to_, const float* from) {
+    for (size_t i = 0; i < kv; ++i) to_[i] = narrow ? through_bf16(from[i]) : from[i];
+  };
+  pool_.run(batch.tokens.size(), kFewRows, [&](size_t begin, size_t end, int) {
     for (size_t r = begin; r < end; ++r) {
       float *query = qkv + r * width, *key = query + c.heads * c.dim, *value = key + kv;
       normalise(query, c.heads, layer.query_norm);
@@ -127,34 +258,30 @@ void Step::prepare_heads(const Layer& layer, float* qkv, const Batch& batch, Out
       for (size_t h = 0; h < c.heads + c.kv_heads; ++h)
         rotate(query + h * c.dim, cosine, cosine + half, half);
       for (size_t i = 0; i < c.heads * c.dim; ++i) query[i] *= c.query_scale;
-      std::memcpy(out.keys[l].data() + r * kv, key, kv * 4);
-      std::memcpy(out.values[l].data() + r * kv, value, kv * 4);
+      keep(out.keys[l].data() + (first + r) * kv, key);
+      keep(out.values[l].data() + (first + r) * kv, value);
     }
   });
 }
 
-void Step::attend(const Layer& layer, size_t l, const float* qkv, const Batch& batch, Cache& cache,
-                  const Output& out, float* y) {
+void Step::attend(const Layer& layer, size_t l, const float* qkv, const Cache& cache,
+                  const Output& out, size_t first, float* y) {
   const Config& c = model_.config;
-  size_t width = (c.heads + 2 * c.kv_heads) * c.dim, kv = c.kv_heads * c.dim;
-  pool_.run(batch.tokens.size() * c.heads, [&](size_t begin, size_t end, int thread) {
-    std::vector<const float*> new_keys, new_values;
+  size_t width = (c.heads + 2 * c.kv_heads) * c.dim, size = cache.narrow() ? 2 : 4;
+  pool_.run(tail_of_.size() * c.heads, 2, [&](size_t begin, size_t end, int thread) {
     for (size_t item = begin; item < end; ++item) {
       size_t r = item / c.heads, h = item % c.heads, g = h / (c.heads / c.kv_heads);
-      new_keys.clear();
-      new_values.clear();
-      for (size_t row : paths_[r]) {
-        new_keys.push_back(out.keys[l].data() + row * kv + g * c.dim);
-        new_values.push_back(out.values[l].data() + row * kv + g * c.dim);
-      }
-      size_t count = batch.past[r] + paths_[r].size(), position = positions_[r];
+      const Tail& tail = tails_[tail_of_[r]];
+      size_t position = out.positions[first + r];
       Floats& scores = scores_[thread];
-      if (scores.size() < count + 2 * kPanel) scores.resize(2 * count + 2 * kPanel);
+      if (scores.size() < position + 2 * kPanel) scores.resize(2 * position + 2 * kPanel);
       bool cut = layer.window && position >= layer.window;
-      kernels_.attend({qkv + r * width + h * c.dim, cache.keys(l, batch.slots[r], g),
-                       cache.values(l, batch.slots[r], g), new_keys.data(), new_values.data(),
-                       batch.past[r], paths_[r].size(), cut ? position - layer.window + 1 : 0,
-                       c.dim, c.attention_softcap, scores.data(), y + item * c.dim});
+      kernels_.attend[cache.narrow()](
+          {qkv + r * width + h * c.dim, cache.keys(l, tail.slot, g), cache.values(l, tail.slot, g),
+           &tail.keys[g * tail.blocks * kPanel * c.dim * size],
+           &tail.values[g * tail.rows.size() * c.dim * size], tail.past, position + 1,
+           cut ? position - layer.window + 1 : 0, c.dim, c.attention_softcap, scores.data(),
+           y + item * c.dim});
     }
   });
 }
@@ -162,63 +289,78 @@ void Step::attend(const Layer& layer, size_t l, const float* qkv, const Batch& b
 void Step::mlp(const Layer& layer, const float* x, size_t rows, float* y) {
   const Config& c = model_.config;
   size_t width = c.gated ? 2 * c.inner : c.inner;
-  Floats up(rows * width), inner(rows * c.inner);
-  product(*layer.up, layer.up_bias, x, rows, up.data());
-  pool_.run(rows, [&](size_t begin, size_t end, int) {
+  up_.resize(rows * width);
+  inner_.resize(rows * c.inner);
+  product(*layer.up, layer.up_bias, x, rows, up_.data());
+  pool_.run(rows, kFewRows, [&](size_t begin, size_t end, int) {
     for (size_t r = begin; r < end; ++r) {
-      const float* gate = up.data() + r * width;
+      const float* gate = up_.data() + r * width;
       kernels_.activate(c.activation, gate, c.gated ? gate + c.inner : nullptr, c.inner,
-                        inner.data() + r * c.inner);
+                        inner_.data() + r * c.inner);
     }
   });
-  product(*layer.down, layer.down_bias, inner.data(), rows, y);
+  product(*layer.down, layer.down_bias, inner_.data(), rows, y);
 }
 
 void Step::add(float* x, const float* y, size_t n, float scale) {
   for (size_t i = 0; i < n; ++i) x[i] += scale * y[i];
 }
 
-Output Step::run(const Batch& batch, Cache& cache) {
+void Step::run(const Batch& batch, const Cache& cache, Output& out) {
   const Config& c = model_.config;
   size_t rows = batch.tokens.size(), kv = c.kv_heads * c.dim, n = rows * c.hidden;
-  paths_.assign(rows, {});
-  positions_.resize(rows);
+  size_t first = out.parents.size();
   for (size_t r = 0; r < rows; ++r) {
-    if (batch.parents[r] >= 0) paths_[r] = paths_[batch.parents[r]];
-    paths_[r].push_back(r);
-    positions_[r] = batch.past[r] + paths_[r].size() - 1;
+    int64_t parent = batch.parents[r];
+    out.parents.push_back(parent);
+    out.positions.push_back(parent < 0 ? batch.past[r] : out.positions[parent] + 1);
   }
-  prepare_angles();
-  Floats x(n), normed(n), y(n), qkv(rows * (c.heads + 2 * c.kv_heads) * c.dim),
+  prepare_angles(out, first);
+  prepare_tails(batch, out, first, cache);
+  Floats x(n), normed(n), y(n), attention, qkv(rows * (c.heads + 2 * c.kv_heads) * c.dim),
       mixed(rows * c.heads * c.dim);
-  for (size_t r = 0; r < rows; ++r)
-    for (size_t i = 0; i < c.hidden; ++i)
-      x[r * c.hidden + i] = model_.embedding[batch.tokens[r] * c.hidden + i] * c.embedding_scale;
-  Output out;
-  for (size_t l = 0; l < model_.layers.size(); ++l) {
+  for (size_t r = 0; r < rows; ++r) {
+    model_.embedding->row(batch.tokens[r], &x[r * c.hidden]);
+    for (size_t i = 0; i < c.hidden; ++i) x[r * c.hidden + i] *= c.embedding_scale;
+  }
+  out.features.resize(rows * batch.taps.size() * c.hidden);
+  auto tap = [&](size_t layer) {
+    for (size_t t = 0; t < batch.taps.size(); ++t)
+      for (size_t r = 0; r < rows && batch.taps[t] == layer; ++r)
+        std::memcpy(&out.features[(r * batch.taps.size() + t) * c.hidden], &x[r * c.hidden],
+                    c.hidden * 4);
+  };
+  auto norm_or_copy = [&](const Norm& norm_, const float* from, float* to_) {
+    if (norm_.weight.empty())
+      std::memcpy(to_, from, n * 4);
+    else
+      norm(norm_, from, rows, to_);
+  };
+  out.keys.resize(batch.depth);
+  out.values.resize(batch.depth);
+  for (size_t l = 0; l < batch.depth; ++l) {
     const Layer& layer = model_.layers[l];
-    out.keys.emplace_back(rows * kv);
-    out.values.emplace_back(rows * kv);
-    auto norm_or_copy = [&](const Norm& norm_, const float* from, float* to) {
-      if (norm_.weight.empty())
-        std::memcpy(to, from, n * 4);
-      else
-        norm(norm_, from, rows, to);
-    };
+    tap(l);
+    out.keys[l].resize((first + rows) * kv);
+    out.values[l].resize((first + rows) * kv);
     norm_or_copy(layer.before_attention, x.data(), normed.data());
     product(*layer.qkv, layer.qkv_bias, normed.data(), rows, qkv.data());
-    prepare_heads(layer, qkv.data(), batch, out, l);
-    attend(layer, l, qkv.data(), batch, cache, out, mixed.data());
+    prepare_heads(layer, qkv.data(), batch, out, l, first, cache.narrow());
+    fill_tails(l, cache, out);
+    attend(layer, l, qkv.data(), cache, out, first, mixed.data());
     product(*layer.out, layer.out_bias, mixed.data(), rows, y.data());
     if (!layer.after_attention.weight.empty()) norm(layer.after_attention, y.data(), rows, y.data());
-    Floats attention = c.parallel_residual ? y : Floats();
-    if (!c.parallel_residual) add(x.data(), y.data(), n, c.residual_scale);
+    if (c.parallel_residual)
+      attention = y;
+    else
+      add(x.data(), y.data(), n, c.residual_scale);
     norm_or_copy(layer.before_mlp, x.data(), normed.data());
     mlp(layer, normed.data(), rows, y.data());
     if (!layer.after_mlp.weight.empty()) norm(layer.after_mlp, y.data(), rows, y.data());
     if (c.parallel_residual) add(x.data(), attention.data(), n, c.residual_scale);
     add(x.data(), y.data(), n, c.residual_scale);
   }
+  tap(batch.depth);
   size_t wanted = batch.wanted.size();
   Floats picked(wanted * c.hidden);
   for (size_t i = 0; i < wanted; ++i)
@@ -226,11 +368,10 @@ Output Step::run(const Batch& batch, Cache& cache) {
   norm(model_.last, picked.data(), wanted, picked.data());
   out.logits.resize(wanted * c.vocab);
   if (wanted) product(*model_.head, model_.head_bias, picked.data(), wanted, out.logits.data());
-  for (float& v : out.logits) {
-    v *= c.logit_scale;
-    if (c.logit_softcap > 0) v = c.logit_softcap * std::tanh(v / c.logit_softcap);
-  }
-  return out;
+  if (c.logit_scale != 1)
+    for (float& v : out.logits) v *= c.logit_scale;
+  if (c.logit_softcap > 0)
+    for (float& v : out.logits) v = c.logit_softcap * std::tanh(v / c.logit_softcap);
 }
 
 }  // namespace slip

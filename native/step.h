@@ -10,6 +10,7 @@
 namespace slip {
 
 using Floats = std::vector<float>;  // empty: not there
+using Bytes = std::vector<uint8_t>;
 
 struct Norm {
   Floats weight, bias;
@@ -40,56 +41,83 @@ struct Config {
 
 struct Model {
   Config config;
-  Floats embedding;  // [vocab][hidden]
+  std::shared_ptr<Matrix> embedding, head;  // the same where they are tied
   std::vector<Layer> layers;
   std::vector<Rotary> rotary;
   Norm last;
-  std::unique_ptr<Matrix> head;
   Floats head_bias;
 };
 
-// Committed KV: slots of `capacity` positions.
+// Committed KV: slots that grow alone, of fp32 or (narrow) bf16 numbers.
 class Cache {
  public:
-  Cache(const Model& model, size_t slots, size_t capacity);
-  size_t slots() const { return slots_; }
-  size_t capacity() const { return capacity_; }
-  float* keys(size_t layer, size_t slot, size_t head);    // [capacity / 16][dim][16]
-  float* values(size_t layer, size_t slot, size_t head);  // [capacity][dim]
-  // Append one row (k, v: [kv_heads * dim]) of a layer at a position.
+  Cache(const Model& model, size_t slots, bool narrow);
+  bool narrow() const { return narrow_; }
+  size_t slots() const { return slots_.size(); }
+  size_t capacity(size_t slot) const { return slots_[slot].capacity; }
+  size_t bytes() const;
+  void reserve(size_t slot, size_t capacity);
+  const void* keys(size_t layer, size_t slot, size_t head) const;    // [capacity / 16][dim][16]
+  const void* values(size_t layer, size_t slot, size_t head) const;  // [capacity][dim]
+  // Store one row (k, v: [kv_heads * dim]) of a layer at a position below the capacity.
   void put(size_t layer, size_t slot, size_t position, const float* k, const float* v);
 
  private:
-  size_t slots_, capacity_, heads_, dim_;
-  std::vector<Floats> keys_, values_;  // a layer each
+  struct Slot {
+    size_t capacity = 0;
+    std::vector<Bytes> keys, values;  // a layer each
+  };
+  size_t layers_, heads_, dim_, size_;  // size: bytes of a number
+  bool narrow_;
+  std::vector<Slot> slots_;
 };
 
-// All rows of a step, request after request.
+// New rows of a step, request after request.
 struct Batch {
   std::vector<int64_t> tokens;
-  std::vector<int64_t> parents;  // row of the parent, -1 for the newest committed token
+  std::vector<int64_t> parents;  // a row of this output, -1 for the newest committed token
   std::vector<size_t> slots;     // of each row
   std::vector<size_t> past;      // committed tokens of its slot
-  std::vector<size_t> wanted;    // rows whose logits are asked for
+  std::vector<size_t> wanted;    // which of these rows' logits are asked for
+  std::vector<size_t> taps;      // layers whose input is asked for; the number of layers: the last
+  size_t depth;                  // layers to run, at most all
 };
 
+// What a step computed; ``run`` again adds rows below the earlier ones, as a drafter does.
 struct Output {
-  Floats logits;                     // [wanted][vocab]
-  std::vector<Floats> keys, values;  // a layer each, [rows][kv_heads * dim]
+  Floats logits;                     // [wanted][vocab], of the newest rows
+  Floats features;                   // [rows][taps][hidden], of the newest rows
+  std::vector<Floats> keys, values;  // a layer each, [all rows][kv_heads * dim]
+  std::vector<int64_t> parents;      // of all rows
+  std::vector<size_t> positions;
 };
 
 class Step {
  public:
   Step(const Model& model, const Kernels& kernels, int threads);
-  Output run(const Batch& batch, Cache& cache);
+  void run(const Batch& batch, const Cache& cache, Output& out);
+  const Kernels& kernels() const { return kernels_; }
+  Pool& pool() { return pool_; }
 
  private:
+  // The KV of a row's ancestors in the layout of the cache, from the block of its first position.
+  struct Tail {
+    size_t slot, past, blocks;
+    std::vector<size_t> rows;  // of the output, in order of position
+    Bytes keys, values;        // [kv_heads][blocks * 16 * dim], [kv_heads][rows][dim]
+  };
+
   void product(const Matrix& w, const Floats& bias, const float* x, size_t rows, float* y);
   void norm(const Norm& n, const float* x, size_t rows, float* y);
-  void prepare_angles();
-  void prepare_heads(const Layer& layer, float* qkv, const Batch& batch, Output& out, size_t l);
-  void attend(const Layer& layer, size_t l, const float* qkv, const Batch& batch, Cache& cache,
-              const Output& out, float* y);
+  void prepare_angles(const Output& out, size_t first);
+  void prepare_tails(const Batch& batch, const Output& out, size_t first, const Cache& cache);
+  void prepare_heads(const Layer& layer, float* qkv, const Batch& batch, Output& out, size_t l,
+                     size_t first, bool narrow);
+  void fill_tails(size_t l, const Cache& cache, const Output& out);
+  template <class T>
+  void fill_tail(Tail& tail, size_t group, size_t l, const Cache& cache, const Output& out);
+  void attend(const Layer& layer, size_t l, const float* qkv, const Cache& cache,
+              const Output& out, size_t first, float* y);
   void mlp(const Layer& layer, const float* x, size_t rows, float* y);
   void add(float* x, const float* y, size_t n, float scale);
 
@@ -97,11 +125,11 @@ class Step {
   const Kernels& kernels_;
   Pool pool_;
   std::vector<Activations> arranged_;
-  std::vector<std::vector<size_t>> paths_;  // rows from the top of the tree to each row
-  std::vector<size_t> positions_;
-  std::vector<Floats> angles_;  // a rotary table each, [rows][cosine, sine][half]
-  std::vector<Floats> scores_;  // a thread each
-  Floats padded_;
+  std::vector<Tail> tails_;
+  std::vector<size_t> tail_of_;  // of each new row
+  std::vector<Floats> angles_;   // a rotary table each, [new rows][cosine, sine][half]
+  std::vector<Floats> scores_;   // a thread each
+  Floats padded_, up_, inner_;
 };
 
 }  // namespace slip

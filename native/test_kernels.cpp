@@ -46,7 +46,7 @@ std::vector<float> product(const Kernels& kernels, const Matrix& w, const float*
   Activations room;
   size_t ld = w.panels() * kPanel;
   std::vector<float> y(rows * ld);
-  Rows arranged = room.arrange(x, rows, w.columns(), w.format());
+  Rows arranged = room.arrange(kernels, x, rows, w.columns(), w.format());
   auto* kernel = kernels.product[(int)w.format()];
   size_t middle = w.panels() / 3;  // two ranges, as two threads would take them
   kernel(w.view(), arranged, w.columns(), 0, middle, y.data(), ld);
@@ -73,7 +73,8 @@ double tolerance(Format format, size_t K) {
 
 void check(size_t N, size_t K, Format format) {
   auto w = random_floats(N * K), x = random_floats(kMaxRows * K);
-  Matrix packed(w.data(), N, K, format);
+  Matrix packed(N, K, format);
+  packed.set(0, N, w.data(), Stored::f32);
   size_t ld = packed.panels() * kPanel;
   auto reference = product(*portable_kernels(), packed, x.data(), kMaxRows);
   for (int m = 0; m < kMaxRows; ++m)
@@ -103,16 +104,18 @@ void check_exact_bf16() {
     std::memcpy(&v, &u, 4);
   }
   auto x = random_floats(3 * 48);
-  auto wide = product(*portable_kernels(), Matrix(w.data(), 32, 48, Format::f32), x.data(), 3);
-  auto narrow = product(*portable_kernels(), Matrix(w.data(), 32, 48, Format::bf16), x.data(), 3);
+  Matrix a(32, 48, Format::f32), b(32, 48, Format::bf16);
+  a.set(0, 32, w.data(), Stored::f32);
+  b.set(0, 32, w.data(), Stored::f32);
+  auto wide = product(*portable_kernels(), a, x.data(), 3);
+  auto narrow = product(*portable_kernels(), b, x.data(), 3);
   expect(wide == narrow, "bf16 weights are widened exactly", "portable", 1, 3);
 }
 
 void check_refusals() {
-  float w[40] = {};
   bool refused = false;
   try {
-    Matrix(w, 1, 40, Format::int8);
+    Matrix(1, 40, Format::int8);
   } catch (const std::invalid_argument&) {
     refused = true;
   }

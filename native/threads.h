@@ -32,10 +32,11 @@ class Pool {
   int threads() const { return (int)workers_.size() + 1; }
 
   // part(begin, end, thread) for all of 0 ... items, each once; returns when all are done.
+  // grain: a thread that would get fewer items is not worth waking.
   template <class Part>
-  void run(size_t items, const Part& part) {
+  void run(size_t items, size_t grain, const Part& part) {
     int count = threads();
-    if (count == 1 || items < 2) return part(0, items, 0);
+    if (count == 1 || items < 2 * grain) return part(0, items, 0);
     job_ = [&](int t) {
       size_t begin = items * t / count, end = items * (t + 1) / count;
       if (begin < end) part(begin, end, t);

@@ -13,6 +13,8 @@
 #endif
 
 namespace slip {
+float half_to_float(uint16_t half);  // pack.cpp
+
 namespace SLIP_NAMESPACE {
 
 #if defined(SLIP_AVX512)
@@ -25,6 +27,9 @@ inline V load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline V load_bf16(const uint16_t* p) {
   return {_mm512_castsi512_ps(
       _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
+inline V load_half(const uint16_t* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
 }
 inline void store(float* p, V a) { _mm512_storeu_ps(p, a.v); }
 inline V fma(V a, V b, V c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
@@ -51,6 +56,10 @@ inline __m256 widen(const uint16_t* p) {
       _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
 inline V load_bf16(const uint16_t* p) { return {widen(p), widen(p + 8)}; }
+inline V load_half(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+          _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
 inline void store(float* p, V x) {
   _mm256_storeu_ps(p, x.a);
   _mm256_storeu_ps(p + 8, x.b);
@@ -86,6 +95,12 @@ inline V load_bf16(const uint16_t* p) {
   V r;
   for (int i = 0; i < 4; ++i)
     r.q[i] = vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(p + 4 * i)), 16));
+  return r;
+}
+inline V load_half(const uint16_t* p) {
+  V r;
+  for (int i = 0; i < 4; ++i)
+    r.q[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
   return r;
 }
 inline void store(float* p, V a) {
@@ -146,6 +161,11 @@ inline V load_bf16(const uint16_t* p) {
     uint32_t u = (uint32_t)p[i] << 16;
     std::memcpy(&r.f[i], &u, 4);
   }
+  return r;
+}
+inline V load_half(const uint16_t* p) {
+  V r;
+  for (int i = 0; i < 16; ++i) r.f[i] = half_to_float(p[i]);
   return r;
 }
 inline void store(float* p, V a) { std::memcpy(p, a.f, 64); }

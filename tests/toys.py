@@ -29,6 +29,8 @@ class ToyRuntime:
     absent: tokens with logit -inf.
     """
 
+    exact = False
+
     def __init__(
         self,
         vocab_size: int,

@@ -14,11 +14,10 @@ from slipstream.models.adapter import (
     ATTENTION,
     FunctionalModel,
     StepContext,
-    check_config,
     check_model,
-    context_length,
     two_part_attention,
 )
+from slipstream.models.shape import check_config, context_length
 from slipstream.runtimes.torch import TorchRuntime
 
 HEADS, KV_HEADS, DIM = 4, 2, 8

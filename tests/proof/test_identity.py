@@ -18,7 +18,7 @@ PROMPTS = ["the train", "in", "a lighthouse keeper"]
 def classified(
     plain: Sequence[int], other: Sequence[int], params: SamplingParams = GREEDY
 ) -> Mismatch | None:
-    return compare_tokens(tiny_llm.llm(), PROMPT, plain, other, params)
+    return compare_tokens(tiny_llm.llm(runtime="torch"), PROMPT, plain, other, params)
 
 
 def greedy_tokens(params: SamplingParams = GREEDY) -> list[int]:
@@ -54,6 +54,18 @@ def test_a_gap_that_rounding_explains_is_a_near_tie(share: float, kind: str) -> 
     assert found is not None
     assert found.kind == kind
     assert found.gap == pytest.approx(wanted, abs=1e-5)
+
+
+def test_an_exact_runtime_has_no_near_ties() -> None:
+    tokens = greedy_tokens()
+    row = target_logits(tiny_llm.llm().engine, PROMPT, len(PROMPT))[0]
+    other = int(row.argmin())
+    params = SamplingParams(temperature=0, logit_bias={other: float(row[tokens[0]] - row[other])})
+    llm = tiny_llm.llm()
+    assert llm.model.runtime.exact
+    found = compare_tokens(llm, PROMPT, tokens, [other, *tokens[1:]], params)
+    assert found is not None
+    assert (found.kind, found.gap) == ("fault", pytest.approx(0, abs=1e-5))
 
 
 @pytest.mark.parametrize("cut", [0, 3])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from slipstream.errors import SlipstreamError
 
+BLOCKS_FILE = "blocks.safetensors"  # quantised blocks beside the weights made from them
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ import numpy as np
 
 from slipstream.errors import SlipstreamError
 from slipstream.models import gguf_reader, gguf_tokenizer
+from slipstream.models.folders import BLOCKS_FILE
 from slipstream.models.gguf_config import build_config
 from slipstream.models.gguf_reader import GgufFile, TensorInfo
 
 KEPT_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}  # GGUF type -> safetensors type
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+BLOCK_TYPES = ("Q4_0", "Q4_1", "Q8_0")  # kept beside the weights: a runtime can compute on them
 CHUNK_VALUES = 1 << 22  # values dequantised at once: small enough to stay near the caches
 
 TOP_NAMES = {
@@ -64,6 +66,7 @@ def convert(path: Path, out: Path, notify: Callable[[str], None]) -> None:
     out.mkdir(parents=True)
     try:
         _write_weights(file, config, names, out / "model.safetensors")
+        _write_blocks(file, config, names, out / BLOCKS_FILE)
         (out / "tokenizer.json").write_text(text, encoding="utf-8")
         _write_json(out / "tokenizer_config.json", tokenizer_config)
         _write_json(out / "generation_config.json", _generation(config))
@@ -208,24 +211,55 @@ def _chunks(file: GgufFile, info: TensorInfo, order: np.ndarray | None) -> Itera
 def _write_weights(
     file: GgufFile, config: dict[str, Any], names: dict[str, str], out: Path
 ) -> None:
-    """Write one safetensors file: header length, JSON header, then the tensors in its order."""
+    """One safetensors file of the values."""
     infos = {hub_name: file.tensors[name] for hub_name, name in names.items()}
     kinds = {name: KEPT_TYPES.get(info.type_name, "F32") for name, info in infos.items()}
     # 4-byte types first, so that every tensor starts at a multiple of its own size.
     ordered = sorted(infos, key=lambda name: (-BYTES[kinds[name]], name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    shapes = {name: (kinds[name], infos[name].shape, BYTES[kinds[name]]) for name in ordered}
+    parts = (
+        chunk
+        for name in ordered
+        for chunk in _chunks(file, infos[name], _row_order(name, infos[name].shape[0], config))
+    )
+    _write_safetensors(out, shapes, {"format": "pt"}, parts)
+
+
+def _write_blocks(file: GgufFile, config: dict[str, Any], names: dict[str, str], out: Path) -> None:
+    """Another of the quantised blocks themselves, rows in the order of the weights; the metadata
+    names each tensor's type. None if there are no such blocks."""
+    kinds = {hub: file.tensors[name].type_name for hub, name in names.items()}
+    kept = {hub: kind for hub, kind in kinds.items() if kind in BLOCK_TYPES}
+    if not kept:
+        return
+    raw = {hub: file.raw(names[hub]) for hub in kept}
+    orders = {hub: _row_order(hub, len(rows), config) for hub, rows in raw.items()}
+    shapes = {hub: ("U8", rows.shape, 1) for hub, rows in raw.items()}
+    parts = (rows if orders[hub] is None else rows[orders[hub]] for hub, rows in raw.items())
+    _write_safetensors(out, shapes, kept, parts)
+
+
+def _write_safetensors(
+    out: Path,
+    shapes: dict[str, tuple[str, tuple[int, ...], int]],
+    metadata: dict[str, str],
+    parts: Iterable[np.ndarray],
+) -> None:
+    """Header length, JSON header, then the tensors in its order.
+
+    shapes: name → (safetensors type, shape, bytes of a value). parts: their rows, one after the
+    other.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
-    for name in ordered:
-        shape = infos[name].shape
-        start, end = end, end + int(np.prod(shape)) * BYTES[kinds[name]]
-        header[name] = {"dtype": kinds[name], "shape": shape, "data_offsets": [start, end]}
+    for name, (kind, shape, size) in shapes.items():
+        start, end = end, end + int(np.prod(shape)) * size
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     with out.open("wb") as sink:
         sink.write(struct.pack("<Q", len(head)) + head)
-        for name in ordered:
-            order = _row_order(name, infos[name].shape[0], config)
-            for chunk in _chunks(file, infos[name], order):
-                sink.write(np.ascontiguousarray(chunk).data)
+        for part in parts:
+            sink.write(np.ascontiguousarray(part).data)
         if sink.tell() != 8 + len(head) + end:
             raise AssertionError(f"wrote {sink.tell()} bytes, the header says {end}")

@@ -19,6 +19,7 @@ _CHUNK = 256  # rows of a forward pass whose logits are all wanted
 
 # A batch of rows and a single row round differently. What the gap between the two best logits may
 # be for that to decide: far above the rounding seen, far below any gap that a fault leaves alone.
+# An exact runtime has no such excuse: there every difference is a fault.
 NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 
@@ -102,8 +103,9 @@ def compare_tokens(
         context = output_context(llm.engine, prompt, plain[:at], [()], params)
         row = sampling.adjust(rows, params, context)[0]
         gap = float(row[a] - row[b])
+    runtime = llm.model.runtime
     kind: Literal["near-tie", "fault"] = "fault"
-    if abs(gap) <= NEAR_TIE[llm.model.runtime.dtype]:
+    if not runtime.exact and abs(gap) <= NEAR_TIE[runtime.dtype]:
         kind = "near-tie"
     text = llm.tokenizer.decode(prompt)
     return Mismatch(prompt=text, position=at, plain_token=a, other_token=b, gap=gap, kind=kind)

@@ -15,12 +15,13 @@ class Runtime(Protocol):
     """``step`` is a pure function: it reads committed KV and changes nothing.
 
     vocab_size: width of the logits. max_length: tokens of context the model was made for.
-    dtype: of its arithmetic.
+    dtype: of its arithmetic. exact: a row's bits depend on nothing but its own path.
     """
 
     vocab_size: int
     max_length: int
     dtype: _torch.dtype
+    exact: bool
 
     def new_cache(self, slots: int, max_length: int) -> Cache:
         """An empty cache of this model's layers."""

@@ -19,10 +19,9 @@ from slipstream.models.adapter import (
     TESTED,
     FunctionalModel,
     StepContext,
-    check_config,
     check_model,
-    context_length,
 )
+from slipstream.models.shape import check_config, context_length
 from slipstream.types import StepOutput, StepRows, chain_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,6 +30,8 @@ _SKINNY_ROWS = 32  # up to here W·xᵀ beats x·Wᵀ on CPUs (docs/decisions.md
 
 class TorchRuntime:
     """A transformers model behind the ``Runtime`` protocol."""
+
+    exact = False  # products of one row and of several add up in different orders
 
     def __init__(self, model: Any, name: str) -> None:
         self.name = name
