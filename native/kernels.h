@@ -67,6 +67,8 @@ struct Kernels {
   // y = act(gate) * up; up may be null
   void (*activate)(Activation, const float* gate, const float* up, size_t n, float* y);
   void (*attend[2])(const Attention&);  // over keys and values in fp32, in bf16
+  // a group of 32 values into what ``quantise`` keeps of them, and the rest
+  void (*split)(const float* x, float* coarse, float* rest);
   // K values of a row, by groups of 32: x = scale * q8; group g to scale[g * M] and sum[g * M],
   // four values to q8[k * M]
   void (*quantise)(const float* x, size_t K, size_t M, int8_t* q8, float* scale, int32_t* sum);

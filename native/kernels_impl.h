@@ -208,6 +208,7 @@ inline const Kernels* kernels(const char* name) {
       layer_norm,
       activate,
       {attend<float>, attend<uint16_t>},
+      split,
       quantise};
   return &table;
 }

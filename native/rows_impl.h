@@ -11,6 +11,8 @@ namespace slip {
 namespace SLIP_NAMESPACE {
 
 constexpr size_t kLanes = 16;
+// 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
+constexpr float kMagic = 12582912.0f;
 
 inline V load_some(const float* p, size_t n) {  // n < 16 values, then zeros
   float f[kLanes] = {};
@@ -40,10 +42,9 @@ inline float sum_lanes(V a) {
 
 // e^x within 2 units in the last place; x below -87 gives what -87 gives.
 inline V exp(V x) {
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, kept in the bits
   x = max(min(x, set1(88.0f)), set1(-87.0f));
-  V shifted = fma(x, set1(1.44269504f), set1(magic));
-  V n = sub(shifted, set1(magic));
+  V shifted = fma(x, set1(1.44269504f), set1(kMagic));
+  V n = sub(shifted, set1(kMagic));
   V r = fma(n, set1(-0.693359375f), x);  // ln 2 in two parts
   r = fma(n, set1(2.12194440e-4f), r);
   V p = set1(1.9875691500e-4f);
@@ -110,18 +111,22 @@ inline void activate(Activation kind, const float* gate, const float* up, size_t
   }
 }
 
+// The scale of a group of 32: its greatest size becomes 127.
+inline float scale_of(V a, V b) {
+  float f[kLanes], most = 0;
+  store(f, max(max(a, sub(zero(), a)), max(b, sub(zero(), b))));
+  for (float v : f) most = std::max(most, v);
+  return most / 127;
+}
+
 inline void quantise(const float* x, size_t K, size_t M, int8_t* q8, float* scale, int32_t* sum) {
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, kept in the bits
   for (size_t g = 0; g < K / kGroup; ++g) {
     V a = load(x + g * kGroup), b = load(x + g * kGroup + kLanes);
-    float f[kLanes], most = 0;
-    store(f, max(max(a, sub(zero(), a)), max(b, sub(zero(), b))));
-    for (float v : f) most = std::max(most, v);
-    float s = most / 127;
+    float s = scale_of(a, b);
     V inverse = set1(s > 0 ? 1 / s : 0);
     uint32_t bits[kGroup];
-    store((float*)bits, add(mul(a, inverse), set1(magic)));
-    store((float*)bits + kLanes, add(mul(b, inverse), set1(magic)));
+    store((float*)bits, add(mul(a, inverse), set1(kMagic)));
+    store((float*)bits + kLanes, add(mul(b, inverse), set1(kMagic)));
     int8_t q[kGroup];
     int32_t total = 0;
     for (int j = 0; j < kGroup; ++j) q[j] = (int8_t)(bits[j] & 0xff);
@@ -130,6 +135,18 @@ inline void quantise(const float* x, size_t K, size_t M, int8_t* q8, float* scal
     scale[g * M] = s;
     sum[g * M] = total;
   }
+}
+
+inline void split(const float* x, float* coarse, float* rest) {
+  V a = load(x), b = load(x + kLanes);
+  float s = scale_of(a, b);
+  V inverse = set1(s > 0 ? 1 / s : 0), magic = set1(kMagic), scale = set1(s);
+  a = mul(sub(add(mul(a, inverse), magic), magic), scale);
+  b = mul(sub(add(mul(b, inverse), magic), magic), scale);
+  store(coarse, a);
+  store(coarse + kLanes, b);
+  store(rest, sub(load(x), a));
+  store(rest + kLanes, sub(load(x + kLanes), b));
 }
 
 inline V get(const float* p) { return load(p); }

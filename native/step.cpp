@@ -129,6 +129,29 @@ void Step::product(const Matrix& w, const Floats& bias, const float* x, size_t r
   }
 }
 
+// The same with activations of twice the bits: each row goes in as two, what 8 bits hold and what
+// they leave over, and the two results are added. For queries, keys and values, which lose most.
+void Step::fine_product(const Matrix& w, const Floats& bias, const float* x, size_t rows,
+                        float* y) {
+  if (w.format() == Format::f32 || w.format() == Format::bf16)
+    return product(w, bias, x, rows, y);
+  size_t K = w.columns(), N = w.rows();
+  halves_.resize(2 * rows * K);
+  sums_.resize(2 * rows * N);
+  pool_.run(rows, kFewRows, [&](size_t begin, size_t end, int) {
+    for (size_t i = begin * K; i < end * K; i += kGroup) {
+      float* coarse = &halves_[(i / K * 2) * K + i % K];
+      kernels_.split(x + i, coarse, coarse + K);
+    }
+  });
+  product(w, {}, halves_.data(), 2 * rows, sums_.data());
+  for (size_t r = 0; r < rows; ++r)
+    for (size_t n = 0; n < N; ++n) {
+      y[r * N + n] = sums_[2 * r * N + n] + sums_[(2 * r + 1) * N + n];
+      if (!bias.empty()) y[r * N + n] += bias[n];
+    }
+}
+
 void Step::norm(const Norm& n, const float* x, size_t rows, float* y) {
   size_t width = n.weight.size();
   const float *weight = n.weight.data(), *bias = n.bias.empty() ? nullptr : n.bias.data();
@@ -344,7 +367,7 @@ void Step::run(const Batch& batch, const Cache& cache, Output& out) {
     out.keys[l].resize((first + rows) * kv);
     out.values[l].resize((first + rows) * kv);
     norm_or_copy(layer.before_attention, x.data(), normed.data());
-    product(*layer.qkv, layer.qkv_bias, normed.data(), rows, qkv.data());
+    fine_product(*layer.qkv, layer.qkv_bias, normed.data(), rows, qkv.data());
     prepare_heads(layer, qkv.data(), batch, out, l, first, cache.narrow());
     fill_tails(l, cache, out);
     attend(layer, l, qkv.data(), cache, out, first, mixed.data());

@@ -108,6 +108,7 @@ class Step {
   };
 
   void product(const Matrix& w, const Floats& bias, const float* x, size_t rows, float* y);
+  void fine_product(const Matrix& w, const Floats& bias, const float* x, size_t rows, float* y);
   void norm(const Norm& n, const float* x, size_t rows, float* y);
   void prepare_angles(const Output& out, size_t first);
   void prepare_tails(const Batch& batch, const Output& out, size_t first, const Cache& cache);
@@ -129,7 +130,7 @@ class Step {
   std::vector<size_t> tail_of_;  // of each new row
   std::vector<Floats> angles_;   // a rotary table each, [new rows][cosine, sine][half]
   std::vector<Floats> scores_;   // a thread each
-  Floats padded_, up_, inner_;
+  Floats padded_, up_, inner_, halves_, sums_;
 };
 
 }  // namespace slip

@@ -48,10 +48,13 @@ class Pool {
     }
     wake_.notify_all();
     job_(0);
-    while (running_.load(std::memory_order_acquire)) pause();
+    for (int spin = 0; running_.load(std::memory_order_acquire); ++spin)
+      spin < kSpins ? pause() : std::this_thread::yield();
   }
 
  private:
+  static constexpr int kSpins = 4000;  // some 50 µs: then another process wants this core
+
   static void pause() {
 #if defined(__x86_64__)
     _mm_pause();
@@ -63,7 +66,7 @@ class Pool {
   void work(int index) {
     for (size_t seen = 0;;) {
       // the next part of a step follows within microseconds: look for it before going to sleep
-      for (int spin = 0; spin < 4000 && round_.load(std::memory_order_acquire) == seen; ++spin)
+      for (int spin = 0; spin < kSpins && round_.load(std::memory_order_acquire) == seen; ++spin)
         pause();
       if (round_.load(std::memory_order_acquire) == seen) {
         std::unique_lock<std::mutex> lock(mutex_);

@@ -16,7 +16,8 @@ import tiny_llm
 import torch
 from transformers import MambaConfig, T5Config
 
-from slipstream import LLM, SamplingParams, cli
+from slipstream import LLM, SamplingParams, cli, show
+from slipstream.text import Piece
 
 TARGET = str(tiny_llm.target())
 NGRAM_K = ["--method", "ngram", "--num-speculative-tokens", "4"]
@@ -116,6 +117,12 @@ def test_a_process_prints_what_the_library_says_and_no_colour_into_a_pipe() -> N
     result = spawn("generate", "--model", TARGET, "--max-tokens", "24", "the träin 😀")
     assert (result.status, result.out) == (0, answer("the träin 😀") + "\n")
     assert ESCAPE not in result.out + result.err
+
+
+def test_the_figures_say_what_speculation_did(generate: Run) -> None:
+    assert "decoded plainly" in generate("--method", "none", "the train").err
+    assert "ngram found nothing to draft from" in generate("--max-tokens", "1", "the train").err
+    assert re.search(r"acceptance \d+% \(by position", generate(*NGRAM_K, "the train").err)
 
 
 def test_json_is_the_last_line(generate: Run) -> None:
@@ -327,10 +334,13 @@ def test_help_needs_nothing_heavy(command: list[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--tempreture", "1", "x"], ["--tempreture"]),
-        (["--max-tok", "5", "x"], ["--max-tok"]),
+        (["--tempreture", "1", "x"], ["--tempreture: did you mean --temperature?"]),
+        (["--max-tok", "5", "x"], ["generate: unknown option --max-tok: did you mean --max-token"]),
+        (["--max-token=5", "x"], ["--max-token: did", "try slipstream generate --help"]),
+        (["--zzz", "x"], ["unknown option --zzz\n"]),
+        (["why", "is", "it"], ["one argument too many: 'is'", "quotes"]),
         (["--method", "ngrm", "x"], ["unknown speculative method 'ngrm'", "'ngram'"]),
-        (["--method", "draft_model", "x"], ["'model' is missing"]),
+        (["--method", "draft_model", "x"], ["--method draft_model needs a model", "--draft-model"]),
         (["--speculative-config", "{", "x"], ["--speculative-config is not JSON"]),
         (["--speculative-config", "[]", "x"], ["--speculative-config must be a JSON object"]),
         (["--speculative-config", '{"methd": 1}', "x"], ["'methd'"]),
@@ -494,7 +504,7 @@ def long_run(*options: str) -> subprocess.Popen[bytes]:
     )
 
 
-@pytest.mark.parametrize("options", [["--json"], ["--compare"]])
+@pytest.mark.parametrize("options", [["--json"], ["--compare"], ["--compare", "--json"]])
 def test_ctrl_c_ends_a_text_with_130_and_keeps_what_came(options: list[str]) -> None:
     with long_run(*options) as process:
         assert process.stdout is not None
@@ -505,14 +515,40 @@ def test_ctrl_c_ends_a_text_with_130_and_keeps_what_came(options: list[str]) -> 
         out, err = process.communicate()
     assert process.returncode == 130
     shown = (first + out).decode().removeprefix("── plain \n").rstrip("\n")
-    if options == ["--json"]:
+    if "--json" in options:
         shown, _, last = shown.rpartition("\n")
-        assert json.loads(last)["text"].startswith(shown)
+        found = json.loads(last)
+        assert found.get("plain", found)["text"] == shown
+    if options == ["--compare", "--json"]:
+        assert (found["speculative"], found["identical"], found["speedup"]) == (None, None, None)
     assert shown
     whole = answer("the train", max_tokens=min(len(shown), 4000), ignore_eos=True)
     assert whole.startswith(shown)
     assert b"Traceback" not in err
     assert len(err.splitlines()) <= 2
+
+
+def test_ctrl_c_in_the_second_text_of_a_comparison_says_nothing_of_their_likeness(
+    generate: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = []
+
+    def piece(out: object, item: Piece) -> None:
+        pieces.append(item.text)
+        if len(pieces) == 30:  # of the second text: the first has 24
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(show, "piece", piece)
+    result = generate("--compare", "--json", "the train")
+    assert result.status == 130
+    assert (result.last["identical"], result.last["speedup"]) == (None, None)
+    plain, cut = result.last["plain"], result.last["speculative"]
+    assert isinstance(plain, dict)
+    assert isinstance(cut, dict)
+    assert plain["text"] + cut["text"] == "".join(pieces)
+    assert 0 < cut["tokens"] < plain["tokens"] == 24
+    assert "different" not in result.err
+    assert result.err.count("tokens/s") == 2
 
 
 def test_a_reader_that_goes_away_leaves_no_traceback() -> None:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from slipstream import __version__
 from slipstream.errors import SlipstreamError
-from slipstream.models.sources import DEFAULT_MODEL
+from slipstream.models.sources import DEFAULT_MODEL, find
 
 EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
+_TOP_P = "sample among the likeliest tokens of this total probability (default 1: all)"
+_TOP_K = "sample among this many likeliest tokens (default 0: all)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 1 a proof failed, 2 bad input, 130 Ctrl-C."""
     args = _parser().parse_args(argv)
     try:
+        find(args.model)
         from slipstream import commands
 
         return int(getattr(commands, args.command)(args))
@@ -39,6 +44,20 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: {message}\ntry {self.prog} --help\n")
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The parser of the subcommand speaks of what nobody knows: it has the nearest option."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            found.parser.error(found.parser.nearest(unknown))
+        return found
+
+    def nearest(self, unknown: Sequence[str]) -> str:
+        options = [word.split("=")[0] for word in unknown if word.startswith("-")]
+        if not options:
+            return f"one argument too many: {unknown[0]!r} (a text of several words needs quotes)"
+        near = difflib.get_close_matches(options[0], self._option_string_actions, n=1)
+        return f"unknown option {options[0]}" + "".join(f": did you mean {n}?" for n in near)
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
@@ -50,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, help_text: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
+        sub = commands.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
+        sub.set_defaults(parser=sub)
+        return sub
 
     generate = command("generate", "Complete a prompt, speculatively.")
     generate.add_argument("prompt", help="the prompt; - reads it from standard input")
@@ -75,13 +96,16 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--temperature", type=float, default=1.0, help="of the sampled tests (default 1)"
     )
-    verify.add_argument("--top-p", type=float, default=1.0)
-    verify.add_argument("--top-k", type=int, default=0)
+    verify.add_argument("--top-p", type=float, default=1.0, help=_TOP_P)
+    verify.add_argument("--top-k", type=int, default=0, help=_TOP_K)
     verify.add_argument(
         "--repeats", type=int, default=100, help="samples of each counted prompt (default 100)"
     )
     verify.add_argument("--greedy-only", action="store_true", help="leave the sampled tests out")
     verify.add_argument("--json", action="store_true", help="last line: one JSON object")
+
+    bench = command("bench", "Measure speed beside plain decoding, round by round in one run.")
+    _bench_options(bench)
 
     pull = command("pull", "Fetch a model now, so that later commands start at once.")
     pull.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"default {DEFAULT_MODEL}")
@@ -89,15 +113,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _model_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument("--model", default=DEFAULT_MODEL, help="hub id, folder, GGUF or built-in")
-    group.add_argument("--runtime", default="auto", help="auto, native, torch")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    group = _runtime_options(parser)
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
     group.add_argument("--quantization", default="none", help="none, int8, int4, fp8")
-    group.add_argument("--threads", type=int, help="native runtime's (default: physical cores)")
-    group.add_argument("--kv-cache-dtype", default="auto", help="auto, float32, bfloat16")
-    group.add_argument("--max-model-len", type=int, help="tokens of prompt and answer together")
     group.add_argument(
         "--max-num-seqs", type=int, default=max_num_seqs, help=f"at once (default {max_num_seqs})"
     )
@@ -112,22 +130,120 @@ def _model_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> None:
     )
 
 
+def _runtime_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", default=DEFAULT_MODEL, help="hub id, folder, GGUF or built-in")
+    group.add_argument("--runtime", default="auto", help="auto, native, torch")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    group.add_argument("--threads", type=int, help="native runtime's (default: physical cores)")
+    group.add_argument("--kv-cache-dtype", default="auto", help="auto, float32, bfloat16")
+    group.add_argument("--max-model-len", type=int, help="tokens of prompt and answer together")
+    return group
+
+
+def _bench_options(parser: argparse.ArgumentParser) -> None:
+    """A LIST is separated by commas; every entry is measured with every other."""
+    words, integers = _list_of(str), _list_of(int)
+    group = _runtime_options(parser)
+    group.add_argument("--dtype", type=words, default=["auto"], metavar="LIST", help="default auto")
+    group.add_argument(
+        "--quantization", type=words, default=["none"], metavar="LIST", help="none, int8, int4, fp8"
+    )
+    group = parser.add_argument_group("speculation")
+    group.add_argument(
+        "--methods", type=words, metavar="LIST", help="beside plain decoding (default ngram)"
+    )
+    group.add_argument("--draft-model", "--speculative-model", dest="draft_model")
+    group.add_argument("--num-speculative-tokens", type=int, metavar="K", help="of --methods")
+    group.add_argument(
+        "--speculative-config",
+        type=_json_object,
+        action="append",
+        default=[],
+        metavar="JSON",
+        help="one more method, with its own options; may be given several times",
+    )
+    group = parser.add_argument_group("what is measured")
+    group.add_argument(
+        "--suite", type=Path, metavar="FILE", help="JSONL: turns or prompt, category"
+    )
+    group.add_argument("--category", type=words, metavar="LIST", help="of the suite (default all)")
+    group.add_argument("--num-prompts", type=int, help="evenly over the categories (default all)")
+    group.add_argument("--turns", choices=("first", "all"), default="first", help="of a question")
+    group.add_argument(
+        "--temperature", type=_list_of(float), default=[0.0], metavar="LIST", help="default 0"
+    )
+    group.add_argument(
+        "--concurrency", type=integers, default=[1], metavar="LIST", help="in flight (default 1)"
+    )
+    group.add_argument("--max-tokens", type=int, default=128, help="an answer's (default 128)")
+    group.add_argument("--rounds", type=int, default=3, help="of every method (default 3)")
+    group.add_argument("--seed", type=int, default=0, help="of sampled text")
+    group.add_argument("--cost-curve", action="store_true", help="time of a step by its rows")
+    group.add_argument("--context-lengths", type=integers, metavar="LIST", help="of the cost curve")
+    group.add_argument("--rows", type=integers, metavar="LIST", help="of the cost curve")
+    group.add_argument("--batch", type=integers, metavar="LIST", help="requests, of the cost curve")
+    group.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="another engine beside ours; may be given several times",
+    )
+    group = parser.add_argument_group("results")
+    group.add_argument("--json", action="store_true", help="last line: one JSON object")
+    group.add_argument(
+        "--out", type=Path, metavar="FILE", help="the same, written after every round"
+    )
+    group.add_argument("--png", type=Path, metavar="FILE", help="pictures (needs matplotlib)")
+
+
 def _sampling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int, default=256, help="default 256")
     group.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    group.add_argument("--top-p", type=float, default=1.0)
-    group.add_argument("--top-k", type=int, default=0)
-    group.add_argument("--min-p", type=float, default=0.0)
-    group.add_argument("--repetition-penalty", type=float, default=1.0)
-    group.add_argument("--presence-penalty", type=float, default=0.0)
-    group.add_argument("--frequency-penalty", type=float, default=0.0)
-    group.add_argument("--logit-bias", type=_json_object, default={}, metavar="JSON")
-    group.add_argument("--seed", type=int)
-    group.add_argument("--stop", action="append", default=[], help="may be given several times")
-    group.add_argument("--stop-token-ids", type=int, nargs="+", default=[], metavar="ID")
-    group.add_argument("--min-tokens", type=int, default=0)
-    group.add_argument("--ignore-eos", action="store_true")
+    group.add_argument("--top-p", type=float, default=1.0, help=_TOP_P)
+    group.add_argument("--top-k", type=int, default=0, help=_TOP_K)
+    group.add_argument(
+        "--min-p", type=float, default=0.0, help="least probability, as a share of the highest"
+    )
+    group.add_argument(
+        "--repetition-penalty", type=float, default=1.0, help="above 1: less of all text so far"
+    )
+    group.add_argument(
+        "--presence-penalty", type=float, default=0.0, help="above 0: fewer words said already"
+    )
+    group.add_argument(
+        "--frequency-penalty", type=float, default=0.0, help="the same, by how often they were said"
+    )
+    group.add_argument(
+        "--logit-bias", type=_json_object, default={}, metavar="JSON", help='{"token id": added}'
+    )
+    group.add_argument("--seed", type=int, help="the same seed, the same text (default: a new one)")
+    group.add_argument(
+        "--stop", action="append", default=[], help="ends the text; may be given several times"
+    )
+    group.add_argument(
+        "--stop-token-ids", type=int, nargs="+", default=[], metavar="ID", help="end the text, too"
+    )
+    group.add_argument("--min-tokens", type=int, default=0, help="nothing ends the text before")
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="go on where the model would end its answer"
+    )
+
+
+def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Of what commas separate."""
+
+    def parse(text: str) -> list[Any]:
+        try:
+            return [kind(part.strip()) for part in text.split(",") if part.strip()]
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"not {kind.__name__} values separated by commas: {text!r}"
+            ) from None
+
+    return parse
 
 
 def _json_object(text: str) -> dict[str, Any]:

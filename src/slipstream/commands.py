@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 from slipstream.config import SamplingParams, require_integer
 from slipstream.errors import SlipstreamError
+from slipstream.models.sources import find
 
 EXIT_OK, EXIT_FAULT, EXIT_INTERRUPTED = 0, 1, 130
 DEFAULT_METHOD = "ngram"
@@ -42,7 +44,7 @@ def generate(args: Namespace) -> int:
         return _compare(llm, method, given, params, args.json)
     _, err = show.consoles()
     run, interrupted = _stream(llm, given, params)
-    err.print(show.summary(run))
+    err.print(show.summary(run, method))
     if args.json:
         from slipstream.compare import run_dict
 
@@ -65,13 +67,16 @@ def _compare(llm: Any, method: str, prompt: Any, params: SamplingParams, as_json
             shown = run
         show.piece(out, piece)
 
-    found = compare(llm, method, prompt, params, on_piece)
+    with _stop_asked() as asked:
+        found = compare(llm, method, prompt, params, on_piece, asked)
     out.print()
     show.comparison(err, found)
     if out.is_terminal:
         out.print(show.LEGEND)
     if as_json:
         print(json.dumps(found.as_dict()))
+    if found.cut:
+        return EXIT_INTERRUPTED
     return EXIT_FAULT if found.mismatch and found.mismatch.kind == "fault" else EXIT_OK
 
 
@@ -101,7 +106,7 @@ def chat(args: Namespace) -> int:
             err.print(str(error), markup=False)
             messages.pop()
             continue
-        err.print(show.summary(run), style="dim")
+        err.print(show.summary(run, config["method"] if config else "none"), style="dim")
         messages.append({"role": "assistant", "content": run.outputs[0].text})
 
 
@@ -142,9 +147,18 @@ def verify(args: Namespace) -> int:
     return EXIT_OK if proof.passed else EXIT_FAULT
 
 
+def bench(args: Namespace) -> int:
+    from slipstream.bench.command import run
+
+    return run(args)
+
+
 def _llm(args: Namespace, config: dict[str, Any] | None) -> Any:
+    first = "slipstream.llm" not in sys.modules
     from slipstream.llm import LLM
 
+    if first:  # or what torch's import left is searched for cycles, half a second long, at the end
+        gc.freeze()
     return LLM(
         args.model,
         speculative_config=config,
@@ -162,20 +176,12 @@ def _llm(args: Namespace, config: dict[str, Any] | None) -> Any:
 def _stream(llm: Any, prompt: Any, params: SamplingParams) -> tuple[Any, bool]:
     """Print an answer as it comes; (RequestOutput, whether Ctrl-C cut it short)."""
     from slipstream import show
-    from slipstream.stream import Stream
 
     out, _ = show.consoles()
-    stream: Stream = llm.stream(prompt, params)
-    shown = 0
     with _stop_asked() as asked:
-        for piece in stream:
-            show.piece(out, piece)
-            shown += len(piece.text)
-            if asked():
-                break
-        stream.close()
-        out.print(stream.output().outputs[0].text[shown:], markup=False)
-        return stream.output(), asked()
+        run = llm.stream(prompt, params).read(lambda piece: show.piece(out, piece), asked)
+        out.print()
+        return run, asked()
 
 
 @contextmanager
@@ -258,6 +264,10 @@ def _speculative_config(args: Namespace) -> dict[str, Any] | None:
             raise SlipstreamError("--method none takes no other speculation option: leave them out")
         return None
     config.setdefault("method", "draft_model" if "model" in config else DEFAULT_METHOD)
+    if config["method"] == "draft_model" and "model" not in config:
+        raise SlipstreamError("--method draft_model needs a model: name it with --draft-model")
+    if isinstance(config.get("model"), str):
+        find(config["model"])
     from slipstream.drafters import parse
 
     parse(config)

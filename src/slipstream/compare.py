@@ -18,31 +18,38 @@ _WARM_UP = 4  # tokens each way before the clock runs
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """mismatch: the first difference of two greedy texts, classified; None if they are the same,
-    or sampled (then their distribution is the same, not their text)."""
+    or sampled (then their distribution is the same, not their text). cut: somebody had enough
+    before both texts were complete: nothing is said of them, and the second may not be there."""
 
     model: str
     method: str
     plain: RequestOutput
-    speculative: RequestOutput
+    speculative: RequestOutput | None
     mismatch: Mismatch | None
+    cut: bool = False
 
     @property
-    def identical(self) -> bool:
+    def identical(self) -> bool | None:
+        if self.cut or self.speculative is None:
+            return None
         return self.plain.outputs[0].text == self.speculative.outputs[0].text
 
     @property
-    def speedup(self) -> float:
+    def speedup(self) -> float | None:
         """Plain seconds per token over speculative seconds per token."""
+        if self.cut or self.speculative is None:
+            return None
         return tokens_per_second(self.speculative) / tokens_per_second(self.plain)
 
     def as_dict(self) -> dict[str, Any]:
+        after, speedup = self.speculative, self.speedup
         return {
             "model": self.model,
             "method": self.method,
             "plain": run_dict(self.plain),
-            "speculative": run_dict(self.speculative) | self.speculative.metrics.as_dict(),
+            "speculative": run_dict(after) | after.metrics.as_dict() if after else None,
             "identical": self.identical,
-            "speedup": round(self.speedup, 3),
+            "speedup": None if speedup is None else round(speedup, 3),
         }
 
 
@@ -52,21 +59,25 @@ def compare(
     prompt: Prompt | Sequence[Message],
     params: SamplingParams,
     on_piece: Callable[[str, Piece], None] = lambda run, piece: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Comparison:
     """Decode plainly, then speculatively; on_piece gets "plain" or "speculative" and the text.
 
-    Without a seed one is drawn and used for both.
+    stop: asked after every piece; ends the text at hand and all that was to come. Without a seed
+    one is drawn and used for both.
     """
     plain = speculative.with_speculation(None)
     if params.max_tokens is None or params.max_tokens > _WARM_UP:
         few = replace(params, max_tokens=_WARM_UP, min_tokens=0)
         for llm in (plain, speculative):
-            _run(llm, prompt, few, lambda piece: None)
-    before = _run(plain, prompt, params, lambda piece: on_piece("plain", piece))
-    params = replace(params, seed=before.seed)
-    after = _run(speculative, prompt, params, lambda piece: on_piece("speculative", piece))
-    mismatch = None
-    if params.greedy:
+            llm.stream(prompt, few).read(lambda piece: None)
+    before = plain.stream(prompt, params).read(lambda piece: on_piece("plain", piece), stop)
+    params, after, mismatch = replace(params, seed=before.seed), None, None
+    if not stop():
+        stream = speculative.stream(prompt, params)
+        after = stream.read(lambda piece: on_piece("speculative", piece), stop)
+    cut = stop()
+    if params.greedy and after is not None and not cut:
         first, second = (run.outputs[0].token_ids for run in (before, after))
         mismatch = compare_tokens(plain, before.prompt_token_ids, first, second, params)
     return Comparison(
@@ -75,19 +86,8 @@ def compare(
         plain=before,
         speculative=after,
         mismatch=mismatch,
+        cut=cut,
     )
-
-
-def _run(
-    llm: LLM,
-    prompt: Prompt | Sequence[Message],
-    params: SamplingParams,
-    on_piece: Callable[[Piece], None],
-) -> RequestOutput:
-    stream = llm.stream(prompt, params)
-    for piece in stream:
-        on_piece(piece)
-    return stream.output()
 
 
 def run_dict(run: RequestOutput) -> dict[str, Any]:

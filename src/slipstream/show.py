@@ -46,22 +46,32 @@ def piece(out: Console, item: Piece) -> None:
         sys.stdout.flush()
 
 
-def summary(run: RequestOutput) -> str:
+def summary(run: RequestOutput, method: str) -> str:
+    """The figures of an answer in a line."""
     tokens = len(run.outputs[0].token_ids)
     speed = f"{tokens_per_second(run):.1f} tokens/s"
-    return f"{speed} · {speculation(run.metrics)} · {tokens} tokens in {run.seconds:.1f} s"
+    return f"{speed} · {speculation(run.metrics, method)} · {tokens} tokens in {run.seconds:.1f} s"
 
 
-def speculation(metrics: Metrics) -> str:
-    """τ and acceptance in a line."""
+def speculation(metrics: Metrics, method: str) -> str:
+    """τ and acceptance."""
+    if method == "none":
+        return "decoded plainly"
     by_position = " ".join(f"{a:.2f}" for a in metrics.acceptance_by_position)
-    rate = f"acceptance {metrics.acceptance_rate:.0%}" if metrics.drafted else "nothing drafted"
     positions = f" (by position {by_position})" if by_position else ""
-    return f"τ {metrics.mean_tokens_per_step:.2f} · {rate}{positions}"
+    rate = f"acceptance {metrics.acceptance_rate:.0%}{positions}"
+    if not metrics.drafted:
+        rate = f"{method} found nothing to draft from"
+    return f"τ {metrics.mean_tokens_per_step:.2f} · {rate}"
 
 
 def comparison(err: Console, found: Comparison) -> None:
-    """Both speeds, and whether the texts are the same."""
+    """Both speeds, and whether the texts are the same; of texts cut short only the speeds."""
+    if found.speculative is None or found.cut:
+        for method, part in (("none", found.plain), (found.method, found.speculative)):
+            if part is not None:
+                err.print(summary(part, method))
+        return
     table = Table(
         title=f"{escape(found.model)}: plain against {found.method}", title_justify="left"
     )

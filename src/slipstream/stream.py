@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,6 +82,23 @@ class Stream:
                 yield from self.advance()
         finally:
             self.close()
+
+    def read(
+        self, on_piece: Callable[[Piece], None], stop: Callable[[], bool] = lambda: False
+    ) -> RequestOutput:
+        """Hand every piece on, to the end of the text or until ``stop`` says so; what its last
+        step gave is handed on in any case."""
+        shown = 0
+        for piece in self:
+            on_piece(piece)
+            shown += len(piece.text)
+            if stop():
+                break
+        self.close()
+        rest = self._text.text[shown:]
+        if rest:
+            on_piece(Piece(rest, self.request.origins[-1]))
+        return self.output()
 
     def close(self) -> None:
         """End the request if it still runs; harmless otherwise."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream import tree
+
+if TYPE_CHECKING:  # the options of a drafter are checked before torch is there
+    from torch import Tensor
 
 ROOT = -1
 """Parent of a draft's first tokens: the newest token of the request, row 0 of a decode step."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config import from_dict, require_integer, unknown
 from slipstream.errors import SlipstreamError
-from slipstream.request import Request
-from slipstream.runtimes import Runtime
-from slipstream.types import Draft
-from slipstream.verify import REJECTION_SAMPLERS
+
+if TYPE_CHECKING:  # options are checked before torch is there
+    from slipstream.request import Request
+    from slipstream.runtimes import Runtime
+    from slipstream.types import Draft
 
 
 class Drafter(Protocol):
@@ -82,8 +83,11 @@ def parse(values: Mapping[str, Any]) -> Speculation:
     if not isinstance(method, str) or method not in _METHODS:
         raise unknown("speculative method", method, METHODS)
     sampler = options.pop("rejection_sample_method", "standard")
-    if not isinstance(sampler, str) or sampler not in REJECTION_SAMPLERS:
-        raise unknown("rejection_sample_method", sampler, tuple(REJECTION_SAMPLERS))
+    if sampler != "standard":
+        from slipstream.verify import REJECTION_SAMPLERS  # brings torch in
+
+        if not isinstance(sampler, str) or sampler not in REJECTION_SAMPLERS:
+            raise unknown("rejection_sample_method", sampler, tuple(REJECTION_SAMPLERS))
     module, name = _METHODS[method].split(":")
     config = from_dict(getattr(import_module(module), name), options, f"{method} option")
     require_integer("num_speculative_tokens", config.num_speculative_tokens, 1)

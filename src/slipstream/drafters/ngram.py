@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from slipstream.config import require, require_integer
-from slipstream.drafters import Target
-from slipstream.request import Request
 from slipstream.types import Draft, chain
+
+if TYPE_CHECKING:
+    from slipstream.drafters import Target
+    from slipstream.request import Request
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,16 +46,31 @@ def load(model: str, config: RuntimeConfig, *, notify: Callable[[str], None] = s
 def _runtime(
     folder: Path, model: str, config: RuntimeConfig, notify: Callable[[str], None]
 ) -> Runtime:
+    """The native runtime on CPUs where it knows the model, else torch, with a line that says why."""
+    import torch
+
+    on_gpu = config.device == "auto" and torch.cuda.is_available()
+    if config.runtime == "native" or (config.runtime == "auto" and not on_gpu):
+        from slipstream.runtimes import native
+
+        shape = native.read_config(folder, model)
+        reason = native.unsupported(shape, config)
+        if reason is None:
+            return native.load(folder, name=model, config=config, shape=shape, notify=notify)
+        if config.runtime == "native":
+            raise SlipstreamError(f"{model}: {reason}; --runtime auto runs it on torch")
+        if not config.device.startswith("cuda"):
+            notify(f"{model} runs on torch: {reason}")
     from slipstream.runtimes.torch import load as load_torch
 
     return load_torch(folder, name=model, config=config)
 
 
 def _tokenizer(folder: Path, model: str) -> Any:
-    from transformers import AutoTokenizer
+    from slipstream.models import tokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return tokenizer.load(folder)
     except Exception as error:  # the libraries raise many kinds for a damaged file
         raise SlipstreamError(
             f"{model}: the tokenizer in {folder} can't be read: {error}"

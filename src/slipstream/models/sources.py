@@ -26,7 +26,7 @@ from slipstream.models.folders import check_folder as check_folder
 Notify = Callable[[str], None]
 
 DEFAULT_MODEL = "smollm2-135m"
-FORMAT = 1  # raised when a conversion comes out differently, so that old entries aren't used
+FORMAT = 2  # raised when a conversion comes out differently, so that old entries aren't used
 STALE_SECONDS = 24 * 3600  # a temporary entry this old was left by a process that was killed
 
 DEFAULT_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -62,16 +62,24 @@ def resolve(model: str, *, notify: Notify = say) -> Path:
         return _cached_conversion(
             f"{DEFAULT_MODEL}-{GGUF_SHA256[:12]}-v{FORMAT}", default_gguf, notify
         )
-    path = Path(model).expanduser()
-    if path.is_dir():
-        check_folder(path)
-        return path
+    path = find(model)
+    if path is None:
+        return _from_hub(model, notify)
     if path.is_file():
         return _from_file(path, notify)
+    check_folder(path)
+    return path
+
+
+def find(model: str) -> Path | None:
+    """The file or folder of that name; None for what is fetched. Refuses a wrong name at once."""
+    path = Path(model).expanduser()
+    if path.is_dir() or path.is_file():
+        return path
     if model.startswith(PATH_STARTS) or path.suffix.lower() in (".gguf", ".safetensors"):
         raise SlipstreamError(f"no such file or folder: {model}")
-    if HUB_ID.fullmatch(model):
-        return _from_hub(model, notify)
+    if model == DEFAULT_MODEL or HUB_ID.fullmatch(model):
+        return None
     raise SlipstreamError(
         f"no model {model!r}: it is no folder or file here, and a hub id has the form org/name. "
         f"The built-in model is {DEFAULT_MODEL}"

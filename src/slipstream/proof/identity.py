@@ -13,7 +13,7 @@ from slipstream import sampling
 from slipstream.config import SamplingParams
 from slipstream.engine import Engine
 from slipstream.llm import LLM, Message
-from slipstream.types import chain_rows
+from slipstream.runtimes.plain import plain_logits
 
 _CHUNK = 256  # rows of a forward pass whose logits are all wanted
 
@@ -113,16 +113,7 @@ def compare_tokens(
 
 def target_logits(engine: Engine, tokens: Sequence[int], start: int) -> Tensor:
     """[n, V]: logits for each position from ``start`` to one past the end, plainly computed."""
-    cache = engine.runtime.new_cache(1, len(tokens))
-    slot = cache.allocate()
-    parts = []
-    for begin in range(0, len(tokens), _CHUNK):
-        chunk = tokens[begin : begin + _CHUNK]
-        wanted = [i for i in range(len(chunk)) if begin + i >= start - 1]
-        output = engine.runtime.step([chain_rows(slot, chunk, wanted)], cache)
-        cache.commit(output, [slot], [range(len(chunk))])
-        parts.append(output.logits)
-    return torch.cat(parts)[:, : engine.config.vocab_size]
+    return plain_logits(engine.runtime, tokens, start, _CHUNK)[:, : engine.config.vocab_size]
 
 
 def output_context(

@@ -1,0 +1,1 @@
+"""Measuring: our runtimes, other engines, and the tables that compare them."""
