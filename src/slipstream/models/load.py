@@ -46,7 +46,7 @@ def load(model: str, config: RuntimeConfig, *, notify: Callable[[str], None] = s
 def _runtime(
     folder: Path, model: str, config: RuntimeConfig, notify: Callable[[str], None]
 ) -> Runtime:
-    """The native runtime on CPUs where it knows the model, else torch, with a line that says why."""
+    """The native runtime on CPUs where it knows the model, else torch and a line that says why."""
     import torch
 
     on_gpu = config.device == "auto" and torch.cuda.is_available()

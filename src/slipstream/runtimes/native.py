@@ -245,9 +245,9 @@ def _check_memory(weights: Weights, config: RuntimeConfig, name: str) -> None:
     needed, available = weights.count * per_weight, available_memory()
     if needed > available:
         raise SlipstreamError(
-            f"{name} needs {needed / 2**30:.1f} GiB for its weights, {available / 2**30:.1f} GiB of "
-            "memory are free: choose --quantization int8 or int4, --dtype bfloat16, or a smaller "
-            "model"
+            f"{name} needs {needed / 2**30:.1f} GiB for its weights, of memory "
+            f"{available / 2**30:.1f} GiB are free: choose --quantization int8 or int4, "
+            "--dtype bfloat16, or a smaller model"
         )
 
 
