@@ -20,6 +20,7 @@ from torch import Tensor
 from slipstream.cache import Cache
 from slipstream.config import RuntimeConfig
 from slipstream.errors import SlipstreamError
+from slipstream.models import plain_config
 from slipstream.models.shape import check_config, context_length
 from slipstream.models.weights import Blocks, Weights
 from slipstream.runtimes import native_layout as layout
@@ -202,6 +203,9 @@ class _Packer:
 
 def read_config(folder: Path, name: str) -> Any:
     """The text part of a folder's config.json, with transformers' defaults filled in."""
+    plain = plain_config.read(folder)
+    if plain is not None:
+        return plain
     from transformers import AutoConfig
 
     try:
