@@ -2,9 +2,9 @@
 
     python benchmarks/identity.py QUESTIONS.jsonl --out benchmarks/results/identity.json
 
-Decodes every prompt (``prompt``, or the first of ``turns``) plainly and speculatively and compares
-the texts; differences are listed and classified. Written after every prompt: a run that is cut
-short goes on where it stopped.
+Decodes every prompt (``prompt``, or the first of ``turns``) plainly and speculatively, several at
+once, and compares the texts; differences are listed and classified. Written after every group: a
+run that is cut short goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from slipstream import LLM, SamplingParams
 from slipstream.prompts import read_prompts
-from slipstream.proof.identity import compare_prompt
+from slipstream.proof.identity import compare_tokens, prompt_ids
 
 
 def main() -> int:
@@ -27,6 +27,10 @@ def main() -> int:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--speculative-config", type=json.loads, default={"method": "ngram"})
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--runtime", default="auto")
+    parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -34,25 +38,43 @@ def main() -> int:
     done = json.loads(args.out.read_text()) if args.out.exists() else {}
     if done.get("setting") != setting:
         done = {"setting": setting, "compared": 0, "tokens": 0, "identical": 0, "different": []}
-    llm = LLM(args.model, speculative_config=args.speculative_config)
+    llm = LLM(
+        args.model,
+        speculative_config=args.speculative_config,
+        dtype=args.dtype,
+        quantization=args.quantization,
+        runtime=args.runtime,
+        max_num_seqs=args.concurrency,
+    )
     plain = llm.with_speculation(None)
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
     prompts = read_prompts(args.prompts)
     started = time.perf_counter()
-    for n, prompt in enumerate(prompts):
-        if n < done["compared"]:
-            continue
-        count, found = compare_prompt(plain, llm, prompt, params)
-        done["compared"] += 1
-        done["tokens"] += count
-        done["identical"] += found is None
-        if found is not None:
-            done["different"].append({"index": n} | asdict(found))
+    while done["compared"] < len(prompts):
+        first = done["compared"]
+        _compare(plain, llm, prompts[first : first + args.concurrency], params, done)
         _write(args.out, done)
         minutes = (time.perf_counter() - started) / 60
-        print(f"\r{n + 1}/{len(prompts)}, {minutes:.0f} min", end="", file=sys.stderr)
+        print(f"\r{done['compared']}/{len(prompts)}, {minutes:.0f} min", end="", file=sys.stderr)
     print(f"\n{json.dumps(done)}")
     return int(any(found["kind"] == "fault" for found in done["different"]))
+
+
+def _compare(plain: LLM, llm: LLM, prompts: list[str], params: SamplingParams, done: dict) -> None:
+    """Decode a group both ways and add it to what is done."""
+    tokens = [prompt_ids(plain, [{"role": "user", "content": prompt}]) for prompt in prompts]
+    asked = [{"prompt_token_ids": ids} for ids in tokens]
+    answers = [
+        [output.outputs[0].token_ids for output in one.generate(asked, params)]
+        for one in (plain, llm)
+    ]
+    for ids, expected, got in zip(tokens, *answers, strict=True):
+        found = compare_tokens(plain, ids, expected, got, params)
+        if found is not None:
+            done["different"].append({"index": done["compared"]} | asdict(found))
+        done["compared"] += 1
+        done["tokens"] += len(expected)
+        done["identical"] += found is None
 
 
 def _write(path: Path, data: dict) -> None:
