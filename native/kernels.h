@@ -8,6 +8,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace slip {
 
@@ -72,11 +73,17 @@ struct Kernels {
   // K values of a row, by groups of 32: x = scale * q8; group g to scale[g * M] and sum[g * M],
   // four values to q8[k * M]
   void (*quantise)(const float* x, size_t K, size_t M, int8_t* q8, float* scale, int32_t* sum);
+  // the greatest of n values
+  float (*greatest)(const float* x, size_t n);
+  // y = e^((x - top) * scale), 0 where the exponent is below ``bound``; returns the sum of y
+  float (*exponentials)(const float* x, size_t n, float top, float scale, float bound, float* y);
 };
 
 const Kernels* avx512_kernels();  // null where not compiled in or not supported by this processor
 const Kernels* avx2_kernels();
 const Kernels* neon_kernels();
 const Kernels* portable_kernels();
+// Those of a name, or the fastest that this processor runs; throws std::invalid_argument.
+const Kernels& best_kernels(const std::string& name = "");
 
 }  // namespace slip

@@ -209,7 +209,9 @@ inline const Kernels* kernels(const char* name) {
       activate,
       {attend<float>, attend<uint16_t>},
       split,
-      quantise};
+      quantise,
+      greatest,
+      exponentials};
   return &table;
 }
 

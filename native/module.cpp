@@ -21,17 +21,17 @@ void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(what);
 }
 
-const Kernels& best_kernels(const std::string& name) {
-  std::vector<const Kernels*> all;
-#if defined(__x86_64__)
-  all = {avx512_kernels(), avx2_kernels()};
-#elif defined(__aarch64__)
-  all = {neon_kernels()};
-#endif
-  all.push_back(portable_kernels());
-  for (auto* k : all)
-    if (k && (name.empty() || name == k->name)) return *k;
-  throw std::invalid_argument("no kernels of the name " + name + " run on this processor");
+// nanobind's cast of a wrong type says neither what is wrong nor that it is a TypeError.
+template <class T>
+T as(nb::handle value, const std::string& what) {
+  T result;
+  if (!nb::try_cast(value, result)) throw nb::type_error((what + " has the wrong type").c_str());
+  return result;
+}
+nb::tuple as_pair(nb::handle value, const std::string& what) {
+  auto pair = as<nb::tuple>(value, what);
+  require(nb::len(pair) == 2, (what + " needs pairs").c_str());
+  return pair;
 }
 
 Format format_of(const std::string& name) {
@@ -63,20 +63,20 @@ struct Source {
 
   Floats floats(const char* name, std::initializer_list<size_t> sizes) const {
     if (!from.contains(name)) return {};
-    auto a = nb::cast<Array>(from[name]);
+    auto a = as<Array>(from[name], name);
     bool fits = a.ndim() == 1 && std::count(sizes.begin(), sizes.end(), a.shape(0));
     require(fits, (std::string(name) + " has the wrong size").c_str());
     return Floats(a.data(), a.data() + a.size());
   }
   std::unique_ptr<Matrix> matrix(const char* name, size_t N, size_t K) const {
     require(from.contains(name), (std::string(name) + " is missing").c_str());
-    auto pair = nb::cast<nb::tuple>(from[name]);
-    auto m = std::make_unique<Matrix>(N, K, format_of(nb::cast<std::string>(pair[0])));
+    auto pair = as_pair(from[name], name);
+    auto m = std::make_unique<Matrix>(N, K, format_of(as<std::string>(pair[0], name)));
     size_t first = 0;
-    for (auto part : nb::cast<nb::list>(pair[1])) {
-      auto both = nb::cast<nb::tuple>(part);
-      auto a = nb::cast<nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>>(both[1]);
-      Stored stored = stored_of(nb::cast<std::string>(both[0]));
+    for (auto part : as<nb::list>(pair[1], name)) {
+      auto both = as_pair(part, name);
+      auto a = as<nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>>(both[1], name);
+      Stored stored = stored_of(as<std::string>(both[0], name));
       bool fits = a.ndim() == 2 && a.shape(0) <= N - first &&
                   a.shape(1) * a.itemsize() == row_bytes(stored, K);
       require(fits, (std::string(name) + " has the wrong shape").c_str());
@@ -108,12 +108,12 @@ class NativeModel {
   NativeModel(nb::dict config, nb::dict weights, int threads, const std::string& kernels) {
     require(threads >= 1 && threads <= 1024, "threads must be from 1 to 1024");
     auto size = [&](const char* name) {
-      auto v = nb::cast<int64_t>(config[name]);
+      auto v = as<int64_t>(config[name], name);
       require(v >= 1 && v < (int64_t)1 << 31, (std::string(name) + " is out of range").c_str());
       return (size_t)v;
     };
-    auto number = [&](const char* name) { return nb::cast<float>(config[name]); };
-    auto flag = [&](const char* name) { return nb::cast<bool>(config[name]); };
+    auto number = [&](const char* name) { return as<float>(config[name], name); };
+    auto flag = [&](const char* name) { return as<bool>(config[name], name); };
     Config& c = model_.config;
     c = {size("hidden"),
          size("heads"),
@@ -125,7 +125,7 @@ class NativeModel {
          flag("layer_norm"),
          flag("gated"),
          flag("parallel_residual"),
-         activation_of(nb::cast<std::string>(config["activation"])),
+         activation_of(as<std::string>(config["activation"], "activation")),
          number("query_scale"),
          number("attention_softcap"),
          number("logit_softcap"),
@@ -133,11 +133,11 @@ class NativeModel {
          number("residual_scale"),
          number("logit_scale")};
     require(c.heads % c.kv_heads == 0, "heads must be a multiple of kv_heads");
-    for (auto table : nb::cast<nb::list>(config["rotary"])) {
-      auto pair = nb::cast<nb::tuple>(table);
-      auto a = nb::cast<Array>(pair[0]);
+    for (auto table : as<nb::list>(config["rotary"], "rotary")) {
+      auto pair = as_pair(table, "rotary");
+      auto a = as<Array>(pair[0], "rotary");
       require(a.ndim() == 1 && 2 * a.shape(0) <= c.dim, "a rotary table is longer than a head");
-      model_.rotary.push_back({Floats(a.data(), a.data() + a.size()), nb::cast<float>(pair[1])});
+      model_.rotary.push_back({Floats(a.data(), a.data() + a.size()), as<float>(pair[1], "rotary")});
     }
     step_ = std::make_unique<Step>(model_, best_kernels(kernels), threads);
     Source source{weights, step_->pool()};
@@ -197,12 +197,17 @@ class NativeModel {
 class NativeCache {
  public:
   NativeCache(NativeModel& model, size_t slots, size_t max_length, bool narrow)
-      : model_(model), max_length_(max_length), cache_(model.model(), slots, narrow) {
+      : model_(model), max_length_(max_length), layers_(model.model().layers.size()),
+        cache_(model.model(), slots, narrow) {
     require(slots >= 1 && max_length >= 1, "a cache needs a slot and room");
+    require(max_length < (size_t)1 << 31, "max_length is out of range");
   }
   const Cache& get() const { return cache_; }
   size_t bytes() const { return cache_.bytes(); }
-  const NativeModel& owner() const { return model_; }
+  // A layer that came later has no storage here.
+  bool fits(const NativeModel& model) const {
+    return &model == &model_ && model.model().layers.size() == layers_;
+  }
 
   // Append rows of a step to slots that hold ``lengths`` tokens; a request each. Room comes first:
   // an error leaves the cache as it was, as far as can be seen.
@@ -212,7 +217,10 @@ class NativeCache {
     size_t kv = model_.model().config.kv_heads * model_.model().config.dim;
     require(slots.size() == lengths.size() && slots.size() == rows.size(),
             "slots, lengths and rows differ in length");
-    require(output.keys.size() == layers, "a step of another model, or one that ended early");
+    bool ours = output.keys.size() == layers && layers == layers_;
+    for (size_t l = 0; l < layers && ours; ++l)
+      ours = output.keys[l].size() == output.parents.size() * kv;
+    require(ours, "a step of another model, or one that ended early");
     for (size_t b = 0; b < slots.size(); ++b) {
       require(slots[b] >= 0 && (size_t)slots[b] < cache_.slots(), "no such slot");
       size_t end = lengths[b] + rows[b].size();
@@ -233,7 +241,7 @@ class NativeCache {
  private:
   static constexpr size_t kFirst = 256;  // tokens of room at first
   NativeModel& model_;
-  size_t max_length_;
+  size_t max_length_, layers_;
   Cache cache_;
 };
 
@@ -243,7 +251,7 @@ void run_step(NativeModel& model, NativeCache& cache, Output& out, const Indices
               const Indices& parents, const Indices& slots, const Indices& past,
               const Indices& wanted, const Indices& taps, int64_t depth) {
   size_t rows = tokens.size(), first = out.parents.size(), layers = model.model().layers.size();
-  require(&cache.owner() == &model, "the cache is another model's");
+  require(cache.fits(model), "the cache is another model's");
   require(rows >= 1, "a step needs a row");
   require(parents.size() == rows && slots.size() == rows && past.size() == rows,
           "tokens, parents, slots and past differ in length");
@@ -256,7 +264,11 @@ void run_step(NativeModel& model, NativeCache& cache, Output& out, const Indices
     require(slots[r] >= 0 && (size_t)slots[r] < cache.get().slots(), "no such slot");
     require(past[r] >= 0 && (size_t)past[r] <= cache.get().capacity(slots[r]),
             "more past than the slot holds");
-    if (parents[r] >= (int64_t)first) {
+    if (parents[r] >= 0 && parents[r] < (int64_t)first) {  // its ancestors' positions start at past
+      int64_t root = parents[r];
+      while (out.parents[root] >= 0) root = out.parents[root];
+      require(out.positions[root] == (size_t)past[r], "a child is of its parent's request");
+    } else if (parents[r] >= 0) {
       size_t parent = parents[r] - first;
       require(slots[r] == slots[parent] && past[r] == past[parent],
               "a child is of its parent's request");
@@ -276,18 +288,24 @@ void run_step(NativeModel& model, NativeCache& cache, Output& out, const Indices
   model.run(batch, cache.get(), out);
 }
 
-nb::ndarray<nb::numpy, float, nb::ndim<2>> rows_of(Output& o, Floats& floats, size_t width) {
-  return nb::ndarray<nb::numpy, float, nb::ndim<2>>(floats.data(), {floats.size() / width, width},
-                                                    nb::find(o));
+nb::ndarray<nb::numpy, float, nb::ndim<2>> rows_of(Floats& floats, size_t width) {
+  require(width >= 1 && floats.size() % width == 0, "rows have another width");
+  auto* own = new Floats(std::move(floats));  // the next step must not change or free them
+  floats.clear();
+  nb::capsule owner(own, [](void* p) noexcept { delete (Floats*)p; });
+  return nb::ndarray<nb::numpy, float, nb::ndim<2>>(own->data(), {own->size() / width, width},
+                                                    owner);
 }
 
 }  // namespace
 
+void bind_rows(nb::module_& m);  // rows.cpp
+
 NB_MODULE(_native, m) {
   nb::class_<Output>(m, "Output")
       .def(nb::init<>())
-      .def("logits", [](Output& o, size_t width) { return rows_of(o, o.logits, width); })
-      .def("features", [](Output& o, size_t width) { return rows_of(o, o.features, width); });
+      .def("logits", [](Output& o, size_t width) { return rows_of(o.logits, width); })
+      .def("features", [](Output& o, size_t width) { return rows_of(o.features, width); });
   nb::class_<NativeModel>(m, "Model")
       .def(nb::init<nb::dict, nb::dict, int, const std::string&>(), nb::arg("config"),
            nb::arg("weights"), nb::arg("threads"), nb::arg("kernels") = "")
@@ -301,4 +319,5 @@ NB_MODULE(_native, m) {
   m.def("step", &run_step, nb::arg("model"), nb::arg("cache"), nb::arg("output"),
         nb::arg("tokens"), nb::arg("parents"), nb::arg("slots"), nb::arg("past"),
         nb::arg("wanted"), nb::arg("taps"), nb::arg("depth"));
+  bind_rows(m);
 }

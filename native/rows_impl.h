@@ -149,6 +149,32 @@ inline void split(const float* x, float* coarse, float* rest) {
   store(rest + kLanes, sub(load(x + kLanes), b));
 }
 
+inline float greatest(const float* x, size_t n) {
+  V top = set1(-INFINITY);
+  size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) top = max(top, load(x + i));
+  float f[kLanes], most = -INFINITY;
+  store(f, top);
+  for (float v : f) most = std::max(most, v);
+  for (; i < n; ++i) most = std::max(most, x[i]);
+  return most;
+}
+
+inline float exponentials(const float* x, size_t n, float top, float scale, float bound, float* y) {
+  V sums = zero();
+  for (size_t i = 0; i < n; i += kLanes) {
+    size_t count = std::min(kLanes, n - i);
+    float exponent[kLanes], power[kLanes];
+    store(exponent, mul(sub(load_up_to(x + i, n - i), set1(top)), set1(scale)));
+    store(power, exp(load(exponent)));
+    for (size_t j = 0; j < kLanes; ++j)
+      power[j] = j < count && exponent[j] >= bound ? power[j] : 0.0f;
+    store_up_to(y + i, load(power), n - i);
+    sums = add(sums, load(power));
+  }
+  return sum_lanes(sums);
+}
+
 inline V get(const float* p) { return load(p); }
 inline V get(const uint16_t* p) { return load_bf16(p); }
 inline float one(const float* p) { return *p; }

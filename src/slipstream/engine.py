@@ -226,7 +226,7 @@ class Engine:
         request, draft = plan.request, plan.draft
         context = _context(request, draft, self.stop_ids(request.params))
         if request.params.greedy:
-            chosen = sampling.choose_greedy(logits, request.params, context).tolist()
+            chosen = sampling.choose_greedy(logits, request.params, context)
             return follow(draft, chosen.__getitem__)
         probs = sampling.target_probs(logits, request.params, context)
         verdict = self._verify_sampled(request, draft, probs)

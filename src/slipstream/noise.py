@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream import fast_rows
+
 TARGET, ACCEPT, DRAFT = range(3)
 
 
@@ -51,6 +53,8 @@ def inverse_cdf(probs: Tensor, uniform: float) -> int:
 
     A token of probability zero is never returned.
     """
+    if fast_rows.serves(probs):
+        return fast_rows.inverse_cdf(probs, uniform)
     cumulated = probs.double().cumsum(0)
     target = torch.tensor(uniform, dtype=torch.float64, device=probs.device) * cumulated[-1]
     index = int(torch.searchsorted(cumulated, target, right=True))

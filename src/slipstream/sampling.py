@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream import fast_rows
 from slipstream.config import SamplingParams
 from slipstream.types import Logprob
 
@@ -35,14 +36,18 @@ class Context:
     stop_ids: Sequence[int]
 
 
-def choose_greedy(logits: Tensor, params: SamplingParams, context: Context) -> Tensor:
-    """[n, V] → [n] ids: the most probable token of each row after bias, length and penalties."""
-    return adjust(logits, params, context).argmax(-1)
+def choose_greedy(logits: Tensor, params: SamplingParams, context: Context) -> list[int]:
+    """[n, V] → n ids: the most probable token of each row after bias, length and penalties."""
+    logits = adjust(logits, params, context)
+    return fast_rows.argmax(logits) if fast_rows.serves(logits) else logits.argmax(-1).tolist()
 
 
 def target_probs(logits: Tensor, params: SamplingParams, context: Context) -> Tensor:
     """[n, V] logits → [n, V] probabilities, rows adding to 1; temperature must be above 0."""
-    return truncate(adjust(logits, params, context), params).softmax(-1)
+    logits = adjust(logits, params, context)
+    if fast_rows.serves(logits):
+        return fast_rows.target_probs(logits, params)
+    return truncate(logits, params).softmax(-1)
 
 
 def adjust(logits: Tensor, params: SamplingParams, context: Context) -> Tensor:
@@ -130,7 +135,8 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[dict[
 
     logits: [n, V], raw or processed; tokens: n ids.
     """
-    logprobs = logits.log_softmax(-1)
+    fast = fast_rows.serves(logits)
+    logprobs = fast_rows.log_softmax(logits) if fast else logits.log_softmax(-1)
     chosen = torch.tensor(list(tokens), device=logits.device)[:, None]
     value = logprobs.gather(-1, chosen)
     rank = (logprobs > value).sum(-1, keepdim=True) + 1

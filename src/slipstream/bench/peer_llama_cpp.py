@@ -60,7 +60,6 @@ def version(path: str) -> str:
         last = (said or "it says nothing").splitlines()[-1]
         raise SlipstreamError(f"peer llama.cpp: {server} doesn't run: {last[:300]}{_links(server)}")
     found = re.search(r"version:\s*(.+)", said)
-    server.resolve().parents[-1 if len(server.resolve().parents) < 3 else 2]
     return found.group(1).strip() if found else "unknown"
 
 

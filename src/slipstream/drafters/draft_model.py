@@ -124,7 +124,7 @@ class DraftModelDrafter:
             stop_ids=(),
         )
         if params.greedy or not self._sampled:
-            guesses.append(int(sampling.choose_greedy(logits[None], params, context)))
+            guesses += sampling.choose_greedy(logits[None], params, context)
             return
         row = sampling.target_probs(logits[None], params, context)[0]
         position = len(request.tokens) + len(guesses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,10 @@ from slipstream.errors import SlipstreamError
 from slipstream.models.sources import resolve, say
 from slipstream.models.vocabulary import vocabulary_size
 from slipstream.runtimes import Runtime
+
+# transformers imports torchao where it's installed; it reports kernels that nothing here uses.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,10 +106,10 @@ def _rotary_of(config: Any) -> tuple[list[tuple[np.ndarray, float]], dict[str, i
 def _rotary_table(
     config: Any, layer_type: str | None, values: Mapping[str, Any]
 ) -> tuple[np.ndarray, float]:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     kind = values.get("rope_type", "default")
     if kind != "default":
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         extra = {"layer_type": layer_type} if layer_type else {}
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu", **extra)
         return frequencies.float().numpy(), float(scale)

@@ -22,6 +22,7 @@ from slipstream.models.adapter import (
     check_model,
 )
 from slipstream.models.shape import check_config, context_length
+from slipstream.runtimes import quantize
 from slipstream.runtimes.plain import plain_logits
 from slipstream.types import StepOutput, StepRows, chain_rows
 
@@ -145,20 +146,27 @@ def load(folder: Path, *, name: str, config: RuntimeConfig) -> TorchRuntime:
     from transformers.utils import logging
 
     device = find_device(config.device)
+    quantize.check_options(config, device)
+    dtype = _dtype(config, device)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
         shape = AutoConfig.from_pretrained(folder)
         check_config(shape, name)
+        _check_kv(config, shape.dtype if dtype == "auto" else dtype)
         with torch.device("meta"):  # the class tells, before any weight is read
-            check_model(AutoModelForCausalLM.from_config(shape), name)
-        chosen: Any = torch.float32 if device.type == "cpu" else "auto"
+            empty = AutoModelForCausalLM.from_config(shape)
+        check_model(empty, name)
+        if config.quantization != "none":
+            quantize.check_model(empty, name)
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=chosen if config.dtype == "auto" else DTYPES[config.dtype],
+            dtype=dtype,
             attn_implementation=ATTENTION,
             output_loading_info=True,
         )
+        if config.quantization != "none":
+            quantize.quantize(model, config.quantization, device)
         model = model.to(device)
     except SlipstreamError:
         raise
@@ -188,10 +196,31 @@ def find_device(device: str) -> torch.device:
     return place
 
 
+def _dtype(config: RuntimeConfig, device: torch.device) -> Any:
+    """What to load the weights in; "auto" for the checkpoint's own."""
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if config.quantization in ("int4", "fp8") else "auto"
+
+
+def _check_kv(config: RuntimeConfig, dtype: torch.dtype | None) -> None:
+    """Raise if KV is to be kept in another dtype than that of the arithmetic."""
+    wanted = config.kv_cache_dtype
+    if wanted != "auto" and DTYPES[wanted] != dtype:
+        raise SlipstreamError(
+            f"--kv-cache-dtype {wanted}: on torch KV has the dtype of the arithmetic "
+            f"({str(dtype).removeprefix('torch.')}): choose auto, or --runtime native on CPUs"
+        )
+
+
 def _transpose_products(model: nn.Module) -> None:
     """On CPUs compute the few rows of a step as (W·xᵀ)ᵀ: x·Wᵀ would cost a step a row."""
     for module in model.modules():
-        if type(module) is nn.Linear and module.weight.dtype == torch.float32:
+        if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+            continue  # a quantised weight has a type, and a product, of its own
+        if module.weight.dtype == torch.float32:
             module.forward = _SkinnyLinear(module)  # type: ignore[assignment,method-assign]
 
 
