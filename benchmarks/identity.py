@@ -19,7 +19,7 @@ from pathlib import Path
 
 from slipstream import LLM, SamplingParams
 from slipstream.prompts import read_prompts
-from slipstream.proof.identity import compare_tokens, prompt_ids
+from slipstream.proof.identity import compare_prompts
 
 
 def main() -> int:
@@ -62,18 +62,11 @@ def main() -> int:
 
 def _compare(plain: LLM, llm: LLM, prompts: list[str], params: SamplingParams, done: dict) -> None:
     """Decode a group both ways and add it to what is done."""
-    tokens = [prompt_ids(plain, [{"role": "user", "content": prompt}]) for prompt in prompts]
-    asked = [{"prompt_token_ids": ids} for ids in tokens]
-    answers = [
-        [output.outputs[0].token_ids for output in one.generate(asked, params)]
-        for one in (plain, llm)
-    ]
-    for ids, expected, got in zip(tokens, *answers, strict=True):
-        found = compare_tokens(plain, ids, expected, got, params)
+    for count, found in compare_prompts(plain, llm, prompts, params):
         if found is not None:
             done["different"].append({"index": done["compared"]} | asdict(found))
         done["compared"] += 1
-        done["tokens"] += len(expected)
+        done["tokens"] += count
         done["identical"] += found is None
 
 

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace slip {
 
@@ -83,6 +84,7 @@ const Kernels* avx512_kernels();  // null where not compiled in or not supported
 const Kernels* avx2_kernels();
 const Kernels* neon_kernels();
 const Kernels* portable_kernels();
+std::vector<const Kernels*> running_kernels();  // on this processor, the fastest first
 // Those of a name, or the fastest that this processor runs; throws std::invalid_argument.
 const Kernels& best_kernels(const std::string& name = "");
 

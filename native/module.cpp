@@ -8,6 +8,7 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "checks.h"
 #include "step.h"
 
 namespace nb = nanobind;
@@ -16,10 +17,6 @@ using Array = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 using Indices = std::vector<int64_t>;
 
 namespace {
-
-void require(bool holds, const char* what) {
-  if (!holds) throw std::invalid_argument(what);
-}
 
 // nanobind's cast of a wrong type says neither what is wrong nor that it is a TypeError.
 template <class T>

@@ -6,8 +6,8 @@
 
 #include <cmath>
 #include <memory>
-#include <stdexcept>
 
+#include "checks.h"
 #include "sampling.h"
 
 namespace nb = nanobind;
@@ -18,10 +18,6 @@ namespace {
 using Rows2 = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 using Row = nb::ndarray<const float, nb::ndim<1>, nb::device::cpu>;
 using Result = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
-
-void require(bool holds, const char* what) {
-  if (!holds) throw std::invalid_argument(what);
-}
 
 void check(const Rows2& rows) {
   require(rows.shape(1) >= 1 && rows.stride(1) == 1, "rows must lie in one piece, and not be empty");

@@ -40,6 +40,13 @@ inline float sum_lanes(V a) {
   return f[0];
 }
 
+inline float max_lanes(V a) {
+  float f[kLanes], most = -INFINITY;  // and not the first lane, which may be no number
+  store(f, a);
+  for (float v : f) most = std::max(most, v);
+  return most;
+}
+
 // e^x within 2 units in the last place; x below -87 gives what -87 gives.
 inline V exp(V x) {
   x = max(min(x, set1(88.0f)), set1(-87.0f));
@@ -113,10 +120,7 @@ inline void activate(Activation kind, const float* gate, const float* up, size_t
 
 // The scale of a group of 32: its greatest size becomes 127.
 inline float scale_of(V a, V b) {
-  float f[kLanes], most = 0;
-  store(f, max(max(a, sub(zero(), a)), max(b, sub(zero(), b))));
-  for (float v : f) most = std::max(most, v);
-  return most / 127;
+  return std::max(0.0f, max_lanes(max(max(a, sub(zero(), a)), max(b, sub(zero(), b))))) / 127;
 }
 
 inline void quantise(const float* x, size_t K, size_t M, int8_t* q8, float* scale, int32_t* sum) {
@@ -153,9 +157,7 @@ inline float greatest(const float* x, size_t n) {
   V top = set1(-INFINITY);
   size_t i = 0;
   for (; i + kLanes <= n; i += kLanes) top = max(top, load(x + i));
-  float f[kLanes], most = -INFINITY;
-  store(f, top);
-  for (float v : f) most = std::max(most, v);
+  float most = max_lanes(top);
   for (; i < n; ++i) most = std::max(most, x[i]);
   return most;
 }
@@ -231,7 +233,6 @@ void attend(const Attention& a) {
           a.scores + begin * kLanes);
   score(a.query, (const T*)a.tail_keys + (tail - shared) * a.dim * kLanes, a.dim, end - tail,
         a.scores + tail * kLanes);
-  float most = -INFINITY;
   for (size_t j = begin * kLanes; j < end * kLanes; j += kLanes) {
     if (a.softcap > 0)
       store(a.scores + j,
@@ -240,11 +241,7 @@ void attend(const Attention& a) {
       for (size_t i = j; i < j + kLanes; ++i)
         if (i < a.first || i >= a.count) a.scores[i] = -INFINITY;
   }
-  V top = set1(-INFINITY);
-  for (size_t j = begin * kLanes; j < end * kLanes; j += kLanes) top = max(top, load(a.scores + j));
-  float f[kLanes];
-  store(f, top);
-  for (float v : f) most = std::max(most, v);
+  float most = greatest(a.scores + begin * kLanes, (end - begin) * kLanes);
   V sums = zero();
   for (size_t j = begin * kLanes; j < end * kLanes; j += kLanes) {
     store(a.scores + j, exp(sub(load(a.scores + j), set1(most))));

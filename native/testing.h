@@ -42,16 +42,8 @@ inline size_t below(size_t n) { return rng() % n; }
 
 // Those that run on this processor; the portable ones first.
 inline std::vector<const Kernels*> variants() {
-  std::vector<const Kernels*> all{portable_kernels()};
-#if defined(__x86_64__)
-  all.insert(all.end(), {avx2_kernels(), avx512_kernels()});
-#elif defined(__aarch64__)
-  all.push_back(neon_kernels());
-#endif
-  std::vector<const Kernels*> running;
-  for (auto* k : all)
-    if (k) running.push_back(k);
-  return running;
+  auto running = running_kernels();
+  return {running.rbegin(), running.rend()};
 }
 
 inline std::string name_of(Format format) {

@@ -5,19 +5,15 @@ rounding; ``serves`` says when to call it.
 
 from __future__ import annotations
 
-from contextlib import suppress
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from slipstream.extension import native as _native
+
 if TYPE_CHECKING:
     from slipstream.config import SamplingParams
-
-_native: Any = None
-with suppress(ImportError):  # built without a C++ compiler; the native runtime says so
-    _native = import_module("slipstream._native")
 
 
 def serves(rows: Tensor) -> bool:

@@ -53,7 +53,7 @@ def greedy_identity(
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     tokens, mismatches = 0, []
     for prompt in prompts:
-        count, found = compare_prompt(plain, speculative, prompt, params)
+        [(count, found)] = compare_prompts(plain, speculative, [prompt], params)
         tokens += count
         if found is not None:
             mismatches.append(found)
@@ -61,14 +61,17 @@ def greedy_identity(
     return tokens, mismatches
 
 
-def compare_prompt(
-    plain: LLM, speculative: LLM, prompt: str, params: SamplingParams
-) -> tuple[int, Mismatch | None]:
-    """Answer one prompt both ways, greedily; returns the plain tokens' count and the mismatch."""
-    conversation = [{"role": "user", "content": prompt}]
-    first, second = (ids(llm, conversation, params) for llm in (plain, speculative))
-    found = compare_tokens(plain, prompt_ids(plain, conversation), first, second, params)
-    return len(first), found
+def compare_prompts(
+    plain: LLM, speculative: LLM, prompts: Sequence[str], params: SamplingParams
+) -> list[tuple[int, Mismatch | None]]:
+    """Answer prompts both ways, greedily, as many at once as the engines take; returns for each the
+    plain tokens' count and the mismatch."""
+    tokens = [prompt_ids(plain, [{"role": "user", "content": prompt}]) for prompt in prompts]
+    first, second = (_answers(llm, tokens, params) for llm in (plain, speculative))
+    return [
+        (len(expected), compare_tokens(plain, ids, expected, got, params))
+        for ids, expected, got in zip(tokens, first, second, strict=True)
+    ]
 
 
 def prompt_ids(llm: LLM, conversation: Sequence[Message]) -> list[int]:
@@ -78,9 +81,9 @@ def prompt_ids(llm: LLM, conversation: Sequence[Message]) -> list[int]:
     return list(llm.tokenizer(conversation[-1]["content"])["input_ids"])
 
 
-def ids(llm: LLM, conversation: Sequence[Message], params: SamplingParams) -> list[int]:
-    prompt = {"prompt_token_ids": prompt_ids(llm, conversation)}
-    return llm.generate(prompt, params)[0].outputs[0].token_ids
+def _answers(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[int]]:
+    asked = [{"prompt_token_ids": ids} for ids in prompts]
+    return [output.outputs[0].token_ids for output in llm.generate(asked, params)]
 
 
 def compare_tokens(

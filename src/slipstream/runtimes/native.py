@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,13 @@ from torch import Tensor
 from slipstream.cache import Cache
 from slipstream.config import RuntimeConfig
 from slipstream.errors import SlipstreamError
+from slipstream.extension import MISSING
+from slipstream.extension import native as _native
 from slipstream.models import plain_config
 from slipstream.models.shape import check_config, context_length
 from slipstream.models.weights import Blocks, Weights
 from slipstream.runtimes import native_layout as layout
 from slipstream.types import StepOutput, StepRows
-
-MISSING: str | None = None
-_native: Any = None
-try:
-    _native = import_module("slipstream._native")
-except ImportError as error:  # installed without a C++ compiler
-    MISSING = f"the native step isn't built ({error}): install slipstream with a C++ compiler"
 
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0625, "int4": 0.625}  # of a packed weight
 _BLOCKS = {"int8": ("Q8_0",), "int4": ("Q4_0", "Q4_1")}  # GGUF blocks that go in as they are
