@@ -42,21 +42,30 @@ using Product = void (*)(const Columns&, const Rows& x, size_t K, size_t first, 
 
 enum class Activation { silu, gelu_tanh, gelu };
 
-// One query row and head against what it may see: positions 0 ... count - 1, the committed ones
-// in the cache, the tokens of this step in a tail of the same layout. Sums run over positions in
-// their order, in blocks cut by position: where a row lies in tree, batch or memory changes no bit.
-struct Attention {
+constexpr size_t kMaxQueries = 16;  // of one call
+
+// One row and head: it sees the positions first ... count - 1, those of this step in a tail, which
+// begins with the block that holds the newest committed position's successor.
+struct Query {
   const float* query;       // [D], scaled
-  const void* keys;         // committed, float or bf16, [capacity / 16][D][16]
-  const void* values;       // committed, [capacity][D]
-  const void* tail_keys;    // of the block that holds position ``past``, and of the later ones
-  const void* tail_values;  // of position ``past`` and the later ones
-  size_t past, count;
-  size_t first;             // first position that a sliding window leaves visible
-  size_t dim;               // D
-  float softcap;            // 0: none
-  float* scores;            // room for count, rounded up to 16, and 64 more
-  float* out;               // [D]
+  const void* tail_keys;    // [blocks][D][16], from the block of position ``past`` on
+  const void* tail_values;  // [...][D], from position ``past`` on
+  size_t first, count;
+  float* scores;  // room for the greatest count, rounded up to 16
+  float* out;     // [D]
+};
+
+// Queries that share a head of committed keys and values; those of a tail neighbour each other,
+// their counts ascending. Sums run over positions in their order, in blocks cut by position:
+// where a row lies in tree, batch or memory, and which queries go together, changes no bit.
+struct Attention {
+  const Query* queries;
+  size_t n;            // 1 ... kMaxQueries
+  const void* keys;    // committed, float or bf16, [capacity / 16][D][16]
+  const void* values;  // committed, [capacity][D]
+  size_t past;         // committed positions
+  size_t dim;          // D
+  float softcap;       // 0: none
 };
 
 struct Kernels {

@@ -3,6 +3,8 @@
 #define SLIP_NAMESPACE avx2
 #define SLIP_WIDE 2
 #define SLIP_WIDE_ROWS 2
+#define SLIP_QUERIES 2
+#define SLIP_BLOCKS 2
 #include "kernels_impl.h"
 
 const slip::Kernels* slip::avx2_kernels() {

@@ -3,6 +3,8 @@
 #define SLIP_NAMESPACE avx512
 #define SLIP_WIDE 4
 #define SLIP_WIDE_ROWS 5
+#define SLIP_QUERIES 4
+#define SLIP_BLOCKS 4
 #include "kernels_impl.h"
 
 const slip::Kernels* slip::avx512_kernels() {

@@ -1,5 +1,6 @@
 // The kernels, written once on vec.h; included by one file for each instruction set.
 #pragma once
+#include "attention_impl.h"
 #include "kernels.h"
 #include "rows_impl.h"
 #include "vec.h"
@@ -87,8 +88,6 @@ inline Sums dot4(Sums s, const uint8_t* w, const int8_t* x) {
   return s;
 }
 #endif
-
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 constexpr size_t kAhead = 1024;  // bytes of a panel read ahead
 

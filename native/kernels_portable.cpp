@@ -2,6 +2,8 @@
 #define SLIP_NAMESPACE portable
 #define SLIP_WIDE 1
 #define SLIP_WIDE_ROWS 1
+#define SLIP_QUERIES 2
+#define SLIP_BLOCKS 2
 #include "kernels_impl.h"
 
 const slip::Kernels* slip::portable_kernels() { return portable::kernels("portable"); }

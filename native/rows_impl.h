@@ -1,4 +1,4 @@
-// What happens to rows between the products: norms, activations, attention. Sums run in a fixed
+// What happens to rows between the products: norms, activations, quantisation. Sums run in a fixed
 // order: position i goes to lane i mod 16, lanes are added as a tree at the end.
 #pragma once
 #include <algorithm>
@@ -175,95 +175,6 @@ inline float exponentials(const float* x, size_t n, float top, float scale, floa
     sums = add(sums, load(power));
   }
   return sum_lanes(sums);
-}
-
-inline V get(const float* p) { return load(p); }
-inline V get(const uint16_t* p) { return load_bf16(p); }
-inline float one(const float* p) { return *p; }
-inline float one(const uint16_t* p) {
-  uint32_t u = (uint32_t)*p << 16;
-  float f;
-  std::memcpy(&f, &u, 4);
-  return f;
-}
-
-// q . k for N blocks of 16 positions: the terms of each in the order of d.
-template <int N, class T>
-void score_blocks(const float* query, const T* keys, size_t dim, float* scores) {
-  V acc[N];
-  for (auto& v : acc) v = zero();
-  for (size_t d = 0; d < dim; ++d) {
-    V q = set1(query[d]);
-    for (int i = 0; i < N; ++i) acc[i] = fma(q, get(keys + (i * dim + d) * kLanes), acc[i]);
-  }
-  for (int i = 0; i < N; ++i) store(scores + i * kLanes, acc[i]);
-}
-
-template <class T>
-void score(const float* query, const T* keys, size_t dim, size_t blocks, float* scores) {
-  size_t b = 0;
-  for (; b + 4 <= blocks; b += 4)
-    score_blocks<4>(query, keys + b * dim * kLanes, dim, scores + b * kLanes);
-  for (; b < blocks; ++b)
-    score_blocks<1>(query, keys + b * dim * kLanes, dim, scores + b * kLanes);
-}
-
-template <int N, class T>  // N * 16 values from ``from`` on
-void add_values(const Attention& a, size_t from) {
-  V acc[N];
-  for (auto& v : acc) v = zero();
-  auto add = [&](const T* values, size_t begin, size_t end) {
-    for (size_t j = begin; j < end; ++j, values += a.dim) {
-      V weight = set1(a.scores[j]);
-      for (int i = 0; i < N; ++i) acc[i] = fma(weight, get(values + i * kLanes), acc[i]);
-    }
-  };
-  size_t tail = std::max(a.past, a.first);
-  if (a.first < a.past) add((const T*)a.values + a.first * a.dim + from, a.first, a.past);
-  add((const T*)a.tail_values + (tail - a.past) * a.dim + from, tail, a.count);
-  for (int i = 0; i < N; ++i) store(a.out + from + i * kLanes, acc[i]);
-}
-
-template <class T>
-void attend(const Attention& a) {
-  size_t begin = a.first / kLanes, shared = a.past / kLanes;
-  size_t end = (a.count + kLanes - 1) / kLanes, tail = std::max(begin, shared);
-  if (begin < shared)
-    score(a.query, (const T*)a.keys + begin * a.dim * kLanes, a.dim, shared - begin,
-          a.scores + begin * kLanes);
-  score(a.query, (const T*)a.tail_keys + (tail - shared) * a.dim * kLanes, a.dim, end - tail,
-        a.scores + tail * kLanes);
-  for (size_t j = begin * kLanes; j < end * kLanes; j += kLanes) {
-    if (a.softcap > 0)
-      store(a.scores + j,
-            mul(tanh(div(load(a.scores + j), set1(a.softcap))), set1(a.softcap)));
-    if (j < a.first || j + kLanes > a.count)  // what is not to be seen
-      for (size_t i = j; i < j + kLanes; ++i)
-        if (i < a.first || i >= a.count) a.scores[i] = -INFINITY;
-  }
-  float most = greatest(a.scores + begin * kLanes, (end - begin) * kLanes);
-  V sums = zero();
-  for (size_t j = begin * kLanes; j < end * kLanes; j += kLanes) {
-    store(a.scores + j, exp(sub(load(a.scores + j), set1(most))));
-    if (j < a.first || j + kLanes > a.count)  // exp has a floor
-      for (size_t i = j; i < j + kLanes; ++i)
-        if (i < a.first || i >= a.count) a.scores[i] = 0;
-    sums = add(sums, load(a.scores + j));
-  }
-  size_t from = 0;
-  for (; from + 4 * kLanes <= a.dim; from += 4 * kLanes) add_values<4, T>(a, from);
-  for (; from + kLanes <= a.dim; from += kLanes) add_values<1, T>(a, from);
-  for (; from < a.dim; ++from) {
-    float acc = 0;
-    for (size_t j = a.first; j < a.count; ++j) {
-      const T* value = j < a.past ? (const T*)a.values + j * a.dim
-                                  : (const T*)a.tail_values + (j - a.past) * a.dim;
-      acc = std::fma(a.scores[j], one(value + from), acc);
-    }
-    a.out[from] = acc;
-  }
-  float total = 1.0f / sum_lanes(sums);
-  for (size_t d = 0; d < a.dim; ++d) a.out[d] *= total;
 }
 
 }  // namespace SLIP_NAMESPACE

@@ -199,6 +199,8 @@ void Step::prepare_tails(const Batch& batch, const Output& out, size_t first, co
     return tail;
   };
   tail_of_.resize(batch.tokens.size());
+  run_of_.resize(batch.tokens.size());
+  runs_.clear();
   bool chain = false;  // the row before is of a chain from the top
   for (size_t r = 0; r < batch.tokens.size(); ++r) {
     bool fresh = batch.parents[r] < 0 && (!r || batch.slots[r] != batch.slots[r - 1]);
@@ -211,6 +213,10 @@ void Step::prepare_tails(const Batch& batch, const Output& out, size_t first, co
       std::reverse(tail.rows.begin(), tail.rows.end());
     }
     tail_of_[r] = used - 1;
+    if (runs_.empty() || runs_.back().slot != batch.slots[r] || runs_.back().past != batch.past[r])
+      runs_.push_back({r, 0, batch.slots[r], batch.past[r]});
+    ++runs_.back().rows;
+    run_of_[r] = runs_.size() - 1;
   }
   tails_.resize(used);
   for (Tail& tail : tails_) {
@@ -287,24 +293,39 @@ void Step::prepare_heads(const Layer& layer, float* qkv, const Batch& batch, Out
   });
 }
 
+// The queries of a step lie slot by slot, group by group, row by row. Each thread takes a part of
+// them, and hands those of one slot and group to the kernel together.
 void Step::attend(const Layer& layer, size_t l, const float* qkv, const Cache& cache,
                   const Output& out, size_t first, float* y) {
   const Config& c = model_.config;
   size_t width = (c.heads + 2 * c.kv_heads) * c.dim, size = cache.narrow() ? 2 : 4;
-  pool_.run(tail_of_.size() * c.heads, 2, [&](size_t begin, size_t end, int thread) {
-    for (size_t item = begin; item < end; ++item) {
-      size_t r = item / c.heads, h = item % c.heads, g = h / (c.heads / c.kv_heads);
-      const Tail& tail = tails_[tail_of_[r]];
-      size_t position = out.positions[first + r];
-      Floats& scores = scores_[thread];
-      if (scores.size() < position + 2 * kPanel) scores.resize(2 * position + 2 * kPanel);
-      bool cut = layer.window && position >= layer.window;
-      kernels_.attend[cache.narrow()](
-          {qkv + r * width + h * c.dim, cache.keys(l, tail.slot, g), cache.values(l, tail.slot, g),
-           &tail.keys[g * tail.blocks * kPanel * c.dim * size],
-           &tail.values[g * tail.rows.size() * c.dim * size], tail.past, position + 1,
-           cut ? position - layer.window + 1 : 0, c.dim, c.attention_softcap, scores.data(),
-           y + item * c.dim});
+  size_t share = c.heads / c.kv_heads, rows = tail_of_.size();
+  size_t room = (*std::max_element(out.positions.begin(), out.positions.end()) / kPanel + 1) * kPanel;
+  pool_.run(rows * c.heads, 2, [&](size_t begin, size_t end, int thread) {
+    Floats& scores = scores_[thread];
+    if (scores.size() < room * kMaxQueries) scores.resize(2 * room * kMaxQueries);
+    Query queries[kMaxQueries];
+    for (size_t item = begin, n; item < end; item += n) {
+      const Run& run = runs_[run_of_[item / c.heads]];
+      size_t of_group = run.rows * share, start = item - run.first * c.heads;
+      size_t g = start / of_group, i = start % of_group;
+      n = std::min({end - item, of_group - i, kMaxQueries});
+      for (size_t k = 0; k < n; ++k, ++i) {
+        size_t r = run.first + i / share, h = g * share + i % share;
+        size_t position = out.positions[first + r];
+        const Tail& tail = tails_[tail_of_[r]];
+        bool cut = layer.window && position >= layer.window;
+        queries[k] = {qkv + r * width + h * c.dim,
+                      &tail.keys[g * tail.blocks * kPanel * c.dim * size],
+                      &tail.values[g * tail.rows.size() * c.dim * size],
+                      cut ? position - layer.window + 1 : 0,
+                      position + 1,
+                      scores.data() + k * room,
+                      y + (r * c.heads + h) * c.dim};
+      }
+      kernels_.attend[cache.narrow()]({queries, n, cache.keys(l, run.slot, g),
+                                       cache.values(l, run.slot, g), run.past, c.dim,
+                                       c.attention_softcap});
     }
   });
 }

@@ -107,6 +107,11 @@ class Step {
     Bytes keys, values;        // [kv_heads][blocks * 16 * dim], [kv_heads][rows][dim]
   };
 
+  // Neighbouring new rows on the same committed tokens.
+  struct Run {
+    size_t first, rows, slot, past;
+  };
+
   void product(const Matrix& w, const Floats& bias, const float* x, size_t rows, float* y);
   void fine_product(const Matrix& w, const Floats& bias, const float* x, size_t rows, float* y);
   void norm(const Norm& n, const float* x, size_t rows, float* y);
@@ -127,7 +132,8 @@ class Step {
   Pool pool_;
   std::vector<Activations> arranged_;
   std::vector<Tail> tails_;
-  std::vector<size_t> tail_of_;  // of each new row
+  std::vector<Run> runs_;
+  std::vector<size_t> tail_of_, run_of_;  // of each new row
   std::vector<Floats> angles_;   // a rotary table each, [new rows][cosine, sine][half]
   std::vector<Floats> scores_;   // a thread each
   Floats padded_, up_, inner_, halves_, sums_;

@@ -83,6 +83,79 @@ void check_exact_bf16() {
   expect(wide == narrow, "bf16 weights are widened exactly", "portable", Format::bf16, 3);
 }
 
+// Queries over ``past`` committed positions and a tail of ``news`` more. Query i sees positions
+// first ... past + i / 3, as three heads of a chain do.
+struct Scene {
+  size_t dim, past, news, first, room = 0;
+  std::vector<float> queries, keys, values;  // [n][D], [position][D], [position][D]
+
+  Scene(size_t dim_, size_t past_, size_t news_, size_t first_)
+      : dim(dim_), past(past_), news(news_), first(first_) {
+    size_t count = past + news;
+    room = (count + kPanel - 1) / kPanel * kPanel;
+    queries = random_floats(3 * news * dim);
+    keys = random_floats(count * dim);
+    values = random_floats(count * dim);
+  }
+
+  // Rows of keys from ``start`` (a multiple of 16) to ``end`` as the kernels read them.
+  std::vector<float> panels(size_t start, size_t end) const {
+    std::vector<float> out((room - start) * dim, NAN);
+    for (size_t j = start; j < end; ++j)
+      for (size_t d = 0; d < dim; ++d)
+        out[((j - start) / kPanel * dim + d) * kPanel + j % kPanel] = keys[j * dim + d];
+    return out;
+  }
+
+  // Queries begin ... end - 1 in one call. What only the newest row sees is no number.
+  std::vector<float> attend(const Kernels& kernels, size_t begin, size_t end) const {
+    size_t last = past + (end - 1) / 3 + 1;
+    auto committed = panels(0, past), tail = panels(past / kPanel * kPanel, last);
+    std::vector<float> of_tail(values.begin() + past * dim, values.end());
+    std::fill(of_tail.begin() + (last - 1 - past) * dim, of_tail.end(), NAN);
+    if (begin / 3 == (end - 1) / 3) of_tail = {values.begin() + past * dim, values.end()};
+    std::vector<float> scores((end - begin) * room, NAN), out((end - begin) * dim, NAN);
+    std::vector<Query> some;
+    for (size_t i = begin; i < end; ++i)
+      some.push_back({&queries[i * dim], tail.data(), of_tail.data(), first, past + i / 3 + 1,
+                      &scores[(i - begin) * room], &out[(i - begin) * dim]});
+    kernels.attend[0]({some.data(), some.size(), committed.data(), values.data(), past, dim, 0});
+    return out;
+  }
+
+  double exact(size_t i, size_t d) const {
+    double total = 0, sum = 0;
+    for (size_t j = first; j <= past + i / 3; ++j) {
+      double score = 0;
+      for (size_t k = 0; k < dim; ++k) score += (double)queries[i * dim + k] * keys[j * dim + k];
+      total += std::exp(score);
+      sum += std::exp(score) * values[j * dim + d];
+    }
+    return sum / total;
+  }
+};
+
+void check_attention(const Scene& scene) {
+  size_t n = 3 * scene.news, dim = scene.dim;
+  std::vector<float> alone;
+  for (size_t i = 0; i < n; ++i) {
+    auto one = scene.attend(*portable_kernels(), i, i + 1);
+    alone.insert(alone.end(), one.begin(), one.end());
+  }
+  for (size_t i = 0; i < n * dim; ++i)
+    if (!(std::fabs(alone[i] - scene.exact(i / dim, i % dim)) < 1e-4))
+      return slip::expect(false, "attention is the softmax over what is seen");
+  for (auto* kernels : variants())
+    for (size_t end = 1; end <= n; ++end)
+      for (size_t begin = end < kMaxQueries ? 0 : end - kMaxQueries; begin < end; ++begin) {
+        auto out = scene.attend(*kernels, begin, end);
+        bool one_row = begin / 3 == (end - 1) / 3;
+        size_t seen = (one_row ? end : (end - 1) / 3 * 3) - begin;
+        slip::expect(same_bits(out.data(), &alone[begin * dim], seen * dim),
+                     std::string("a query has the same bits in any company, ") + kernels->name);
+      }
+}
+
 }  // namespace
 
 int main() {
@@ -91,5 +164,10 @@ int main() {
     for (Format format : {Format::f32, Format::bf16, Format::int8, Format::int4})
       check(shape[0], shape[1], format);
   check_exact_bf16();
+  for (size_t dim : {8, 40, 64, 128})
+    for (size_t past : {0, 5, 16, 47, 200})
+      for (size_t first : {0, 3})
+        if (first <= past) check_attention({dim, past, 7, first});
+  check_attention({16, 9, 7, 9});  // a window that ends where the step begins
   return finish("kernels");
 }
