@@ -93,7 +93,7 @@ def test_runs_agree_with_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain["identical_to_plain"] is plain["speedup_vs_plain"] is None
     assert plain["mean_tokens_per_step"] == 1 < ngram["mean_tokens_per_step"]
     assert plain["acceptance_by_position"] == []
-    assert len(ngram["acceptance_by_position"]) == 3
+    assert 1 <= len(ngram["acceptance_by_position"]) <= 3
     ratios = sorted(a.seconds / b.seconds for a, b in cell.rounds)
     found = ngram["speedup_vs_plain"]
     assert [found["min"], found["median"], found["max"]] == pytest.approx(ratios, abs=1e-4)

@@ -11,16 +11,18 @@ TEXTS = st.lists(st.integers(0, 2), max_size=25)
 
 
 def naive(tokens: Sequence[int], min_n: int, max_n: int, count: int) -> list[int]:
-    """Longest first, most recent first; the continuation may run into what it drafts."""
+    """Longest first; of these the commonest next token, of these the most recent; 2 n tokens."""
     tokens = list(tokens)
     for n in range(max_n, min_n - 1, -1):
-        for start in range(len(tokens) - n - 1, -1, -1):
-            if len(tokens) > n and tokens[start : start + n] == tokens[len(tokens) - n :]:
-                text, place = list(tokens), start + n
-                for _ in range(count):
-                    text.append(text[place])
-                    place += 1
-                return text[len(tokens) :]
+        ends = [e for e in range(n, len(tokens)) if tokens[e - n : e] == tokens[-n:]]
+        if ends:
+            following = [tokens[end] for end in ends]
+            place = max(ends, key=lambda end: (following.count(tokens[end]), end))
+            text = list(tokens)
+            for _ in range(min(count, 2 * n)):
+                text.append(text[place])
+                place += 1
+            return text[len(tokens) :]
     return []
 
 
@@ -42,9 +44,21 @@ def test_the_most_recent_of_equal_matches_wins() -> None:
     assert lookup([1, 2, 5, 1, 2, 6, 1, 2], 2, 2, 1) == [6]
 
 
+def test_the_commonest_continuation_wins() -> None:
+    assert lookup([1, 2, 5, 7, 1, 2, 5, 8, 1, 2, 6, 1, 2], 2, 2, 2) == [5, 8]
+
+
+def test_a_longer_match_is_trusted_further() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert lookup([*text, 3], 1, 4, 8) == [4, 5]
+    assert lookup([*text, 2, 3], 1, 4, 8) == [4, 5, 6, 7]
+    assert lookup([*text, 1, 2, 3], 1, 4, 8) == [4, 5, 6, 7, 8, 9]
+    assert lookup([*text, 1, 2, 3], 1, 4, 3) == [4, 5, 6]
+
+
 def test_a_short_period_is_drafted_to_full_length() -> None:
-    assert lookup([9, 1, 2, 3, 1, 2, 3], 2, 3, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
-    assert lookup([4, 4], 1, 4, 5) == [4] * 5
+    assert lookup([9, 1, 2, 3, 1, 2, 3], 2, 3, 8) == [1, 2, 3, 1, 2, 3]
+    assert lookup([4, 4, 4, 4, 4], 1, 4, 7) == [4] * 7
 
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2, 3], [1, 2, 1]])
@@ -56,7 +70,7 @@ def test_drafts_for_each_request_within_its_budget() -> None:
     drafter = NgramDrafter(1, 3)
     requests = [request_of(t, i) for i, t in enumerate([[1, 2, 1], [1, 2, 3], [5, 5], [5, 5]])]
     drafts = drafter.propose(requests, [3, 3, 2, 0])
-    assert [list(d.tokens) for d in drafts] == [[2, 1, 2], [], [5, 5], []]
+    assert [list(d.tokens) for d in drafts] == [[2, 1], [], [5, 5], []]
     assert all(d.is_chain and d.draft_probs is None for d in drafts)
     drafter.release(requests[0])
 

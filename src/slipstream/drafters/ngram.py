@@ -1,10 +1,12 @@
-"""Prompt lookup: what followed the last time this text ended like that?
+"""Prompt lookup: what followed when this text ended like that before?
 
-Saxena 2023, "Prompt Lookup Decoding"; option names as in vLLM.
+After Saxena 2023, "Prompt Lookup Decoding"; option names as in vLLM. Ours trusts a match as far as
+it is long, and asks all the longest matches, not one (docs/decisions.md has what each brought).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,10 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class NgramConfig:
-    """prompt_lookup_min, prompt_lookup_max: length of the text's end that must occur before."""
+    """prompt_lookup_min, prompt_lookup_max: length n of the text's end that must occur before.
 
-    num_speculative_tokens: int = 5
-    prompt_lookup_min: int = 2
+    num_speculative_tokens: the most that is drafted; a match of n tokens drafts up to 2 n.
+    """
+
+    num_speculative_tokens: int = 8
+    prompt_lookup_min: int = 1
     prompt_lookup_max: int = 4
 
     def __post_init__(self) -> None:
@@ -39,7 +44,7 @@ class NgramConfig:
 
 
 class NgramDrafter:
-    """Drafts the continuation of the longest earlier match, the most recent one on ties."""
+    """Drafts the usual continuation of the longest earlier matches."""
 
     def __init__(self, min_n: int, max_n: int) -> None:
         self._min_n = min_n
@@ -56,28 +61,36 @@ class NgramDrafter:
 
 
 def lookup(tokens: Sequence[int], min_n: int, max_n: int, count: int) -> list[int]:
-    """The ``count`` tokens after the best earlier occurrence of the text's end, or none.
+    """What followed the longest earlier occurrences of the text's end, or nothing.
 
-    Where the continuation reaches the end of the text it goes on in itself, as in LZ77: a text
-    that repeats with a short period is drafted to full length.
+    Of the longest, n tokens each, the most recent one among those that go on as most of them do
+    is copied: at most ``count`` and at most 2 n tokens. Where the copy reaches the end of the text
+    it goes on in itself, as in LZ77: a text that repeats with a short period is drafted on.
     """
     text = np.asarray(tokens)
     length = len(text)
     if count < 1 or length <= min_n:
         return []
-    # ends[i]: the token before position i equals the last token; then narrowed one token a turn
+    longest, best = 0, None
     starts = np.flatnonzero(text[:-1] == text[-1]) + 1  # where a match of length 1 would continue
-    best = None
     for n in range(1, min(max_n, length - 1) + 1):
         starts = starts[starts >= n]
-        starts = starts[text[starts - n] == text[length - n]]
+        starts = starts[text[starts - n] == text[length - n]]  # one token longer a turn
         if not len(starts):
             break
-        if n >= min_n:
-            best = int(starts[-1])
-    if best is None:
+        longest, best = n, starts
+    if best is None or longest < min_n:
         return []
-    found = list(tokens[best : best + count])
-    while len(found) < count:
-        found.append(found[len(found) - (length - best)])
+    start = _usual(best, text)
+    found = list(tokens[start : start + min(count, 2 * longest)])
+    while len(found) < min(count, 2 * longest):
+        found.append(found[len(found) - (length - start)])
     return found
+
+
+def _usual(starts: np.ndarray, text: np.ndarray) -> int:
+    """The last of the starts that go on with the commonest token; of tokens as common as each
+    other, with the one seen last."""
+    following = text[starts]
+    ((token, _),) = Counter(following[::-1].tolist()).most_common(1)  # the first seen on ties
+    return int(starts[following == token][-1])
