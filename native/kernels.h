@@ -25,7 +25,8 @@ struct Rows {
   const float* f32 = nullptr;    // [K][M]
   const int8_t* q8 = nullptr;    // [K / 4][M][4]
   const float* scale = nullptr;  // [K / 32][M]: x = scale * q8
-  const int32_t* sum = nullptr;  // [K / 32][M]: of q8 over the group
+  const int32_t* start = nullptr;  // [K / 32][M]: -128 times the sum of q8 over the group
+  const float* total = nullptr;    // [K / 32][M]: scale times that sum
 };
 
 // Packed weights; pointers to the first panel.
@@ -80,9 +81,10 @@ struct Kernels {
   void (*attend[2])(const Attention&);  // over keys and values in fp32, in bf16
   // a group of 32 values into what ``quantise`` keeps of them, and the rest
   void (*split)(const float* x, float* coarse, float* rest);
-  // K values of a row, by groups of 32: x = scale * q8; group g to scale[g * M] and sum[g * M],
-  // four values to q8[k * M]
-  void (*quantise)(const float* x, size_t K, size_t M, int8_t* q8, float* scale, int32_t* sum);
+  // K values of a row, by groups of 32: x = scale * q8; four values to q8[k * M], of group g scale,
+  // start and total (as in Rows) to place g * M
+  void (*quantise)(const float* x, size_t K, size_t M, int8_t* q8, float* scale, int32_t* start,
+                   float* total);
   // the greatest of n values
   float (*greatest)(const float* x, size_t n);
   // y = e^((x - top) * scale), 0 where the exponent is below ``bound``; returns the sum of y

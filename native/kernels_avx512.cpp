@@ -1,8 +1,7 @@
 // AVX-512 with VNNI. 32 registers of 16 floats.
 #define SLIP_AVX512
 #define SLIP_NAMESPACE avx512
-#define SLIP_WIDE 4
-#define SLIP_WIDE_ROWS 5
+#define SLIP_FLOAT_PANELS(M) ((M) <= 5 ? 4 : (M) <= 12 ? 2 : 1)
 #define SLIP_QUERIES 4
 #define SLIP_BLOCKS 4
 #include "kernels_impl.h"

@@ -20,17 +20,17 @@ inline __m512i four(const int8_t* x) {
   std::memcpy(&word, x, 4);
   return _mm512_set1_epi32(word);
 }
-// vpdpbusd multiplies unsigned by signed: w + 128 by x, less 128 times the sum of x
-inline Sums start8(int32_t sum_x) { return {_mm512_set1_epi32(-128 * sum_x)}; }
+// vpdpbusd multiplies unsigned by signed: w + 128 by x, beginning at -128 times the sum of x
+inline Sums start8(int32_t start) { return {_mm512_set1_epi32(start)}; }
 inline Sums dot8(Sums s, const int8_t* w, const int8_t* x) {
   __m512i raised = _mm512_xor_si512(_mm512_loadu_si512(w), _mm512_set1_epi8(-128));
   return {_mm512_dpbusd_epi32(s.v, raised, four(x))};
 }
-inline Sums dot4(Sums s, const uint8_t* w, const int8_t* x) {
+inline Sums dot4(Sums s, const uint8_t* w, const int8_t* x0, const int8_t* x1) {
   __m512i wv = _mm512_loadu_si512(w), low = _mm512_set1_epi8(15);
-  s.v = _mm512_dpbusd_epi32(s.v, _mm512_and_si512(wv, low), four(x));
+  s.v = _mm512_dpbusd_epi32(s.v, _mm512_and_si512(wv, low), four(x0));
   wv = _mm512_and_si512(_mm512_srli_epi16(wv, 4), low);
-  return {_mm512_dpbusd_epi32(s.v, wv, four(x + 4))};
+  return {_mm512_dpbusd_epi32(s.v, wv, four(x1))};
 }
 #elif defined(SLIP_AVX2)
 struct Sums {
@@ -55,8 +55,8 @@ inline Sums dot8(Sums s, const int8_t* w, const int8_t* x) {
   return {dot(s.a, _mm256_abs_epi8(a), _mm256_sign_epi8(xv, a)),
           dot(s.b, _mm256_abs_epi8(b), _mm256_sign_epi8(xv, b))};
 }
-inline Sums dot4(Sums s, const uint8_t* w, const int8_t* x) {
-  __m256i low = _mm256_set1_epi8(15), x0 = four(x), x1 = four(x + 4);
+inline Sums dot4(Sums s, const uint8_t* w, const int8_t* from0, const int8_t* from1) {
+  __m256i low = _mm256_set1_epi8(15), x0 = four(from0), x1 = four(from1);
   __m256i a = _mm256_loadu_si256((const __m256i*)w);
   __m256i b = _mm256_loadu_si256((const __m256i*)(w + 32));
   s = {dot(s.a, _mm256_and_si256(a, low), x0), dot(s.b, _mm256_and_si256(b, low), x0)};
@@ -81,10 +81,10 @@ inline Sums dot8(Sums s, const int8_t* w, const int8_t* x) {
     for (int j = 0; j < 4; ++j) s.i[c] += w[c * 4 + j] * x[j];
   return s;
 }
-inline Sums dot4(Sums s, const uint8_t* w, const int8_t* x) {
+inline Sums dot4(Sums s, const uint8_t* w, const int8_t* x0, const int8_t* x1) {
   for (int c = 0; c < 16; ++c)
     for (int j = 0; j < 4; ++j)
-      s.i[c] += (w[c * 4 + j] & 15) * x[j] + (w[c * 4 + j] >> 4) * x[j + 4];
+      s.i[c] += (w[c * 4 + j] & 15) * x0[j] + (w[c * 4 + j] >> 4) * x1[j];
   return s;
 }
 #endif
@@ -122,7 +122,8 @@ void float_panels(const typename W::T* w, const float* x, size_t K, float* y, si
     for (int p = 0; p < P; ++p) store(y + m * ld + p * kPanel, acc[m][p]);
 }
 
-// M rows with one panel of quantised weights.
+// M rows with one panel of quantised weights. Not several panels at once: weights come from memory
+// in one stream, and two are slower.
 template <bool Four, int M>
 void int_panel(const Columns& c, const Rows& x, size_t K, size_t panel, float* y, size_t ld) {
   constexpr size_t kStep = Four ? 8 : 4;  // k in 64 bytes of weights
@@ -133,28 +134,23 @@ void int_panel(const Columns& c, const Rows& x, size_t K, size_t panel, float* y
   for (auto& a : acc) a = zero();
   for (size_t g = 0; g < K / kGroup; ++g) {
     Sums sums[M];
-    for (int m = 0; m < M; ++m) sums[m] = Four ? no_sums() : start8(x.sum[g * M + m]);
-    for (size_t k = g * kGroup; k < (g + 1) * kGroup; k += kStep) {
-      const int8_t* at = w + k / kStep * 64;
-      prefetch(at + kAhead);
-      for (int m = 0; m < M; ++m) {
-        const int8_t* xm = x.q8 + (k / 4 * M + m) * 4;
-        if constexpr (Four) {
-          int8_t eight[8];
-          std::memcpy(eight, xm, 4);
-          std::memcpy(eight + 4, xm + M * 4, 4);
-          sums[m] = dot4(sums[m], (const uint8_t*)at, eight);
-        } else {
-          sums[m] = dot8(sums[m], at, xm);
-        }
-      }
+    for (int m = 0; m < M; ++m) sums[m] = Four ? no_sums() : start8(x.start[g * M + m]);
+    const int8_t* q8 = x.q8 + g * kGroup * M;
+#pragma GCC unroll 8  // or the sums are moved from register to register
+    for (size_t step = 0; step < kGroup / kStep; ++step, w += 64, q8 += kStep * M) {
+      prefetch(w + kAhead);
+      for (int m = 0; m < M; ++m)
+        if constexpr (Four)
+          sums[m] = dot4(sums[m], (const uint8_t*)w, q8 + m * 4, q8 + (M + m) * 4);
+        else
+          sums[m] = dot8(sums[m], w, q8 + m * 4);
     }
     V s = load_half(scale + g * kPanel);
-    for (int m = 0; m < M; ++m) {
-      float xs = x.scale[g * M + m];
-      acc[m] = fma(to_float(sums[m]), mul(s, set1(xs)), acc[m]);
-      if constexpr (Four)
-        acc[m] = fma(load_half(shift + g * kPanel), set1(xs * (float)x.sum[g * M + m]), acc[m]);
+    for (int m = 0; m < M; ++m)
+      acc[m] = fma(to_float(sums[m]), mul(s, set1(x.scale[g * M + m])), acc[m]);
+    if constexpr (Four) {
+      V b = load_half(shift + g * kPanel);
+      for (int m = 0; m < M; ++m) acc[m] = fma(b, set1(x.total[g * M + m]), acc[m]);
     }
   }
   for (int m = 0; m < M; ++m) store(y + m * ld, acc[m]);
@@ -164,7 +160,7 @@ template <class W, int M>
 void float_rows(const Columns& c, const Rows& x, size_t K, size_t first, size_t last, float* y,
                 size_t ld) {
   const auto* w = (const typename W::T*)c.w;
-  constexpr int P = M <= SLIP_WIDE_ROWS ? SLIP_WIDE : 1;  // panels at once, as registers allow
+  constexpr int P = SLIP_FLOAT_PANELS(M);  // at once, as registers allow
   size_t p = first;
   for (; p + P <= last; p += P)
     float_panels<W, M, P>(w + p * K * kPanel, x.f32, K, y + p * kPanel, ld);

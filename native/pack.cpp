@@ -193,14 +193,16 @@ Rows Activations::arrange(const Kernels& kernels, const float* x, int count, siz
     f32.resize(K * M);
     for (size_t k = 0; k < K; ++k)
       for (size_t m = 0; m < M; ++m) f32[k * M + m] = x[m * K + k];
-    return {count, f32.data(), nullptr, nullptr, nullptr};
+    return {count, f32.data(), nullptr, nullptr, nullptr, nullptr};
   }
   q8.resize(K * M);
   scale.resize(K / kGroup * M);
-  sum.resize(K / kGroup * M);
+  start.resize(K / kGroup * M);
+  total.resize(K / kGroup * M);
   for (size_t m = 0; m < M; ++m)
-    kernels.quantise(x + m * K, K, M, q8.data() + m * 4, scale.data() + m, sum.data() + m);
-  return {count, nullptr, q8.data(), scale.data(), sum.data()};
+    kernels.quantise(x + m * K, K, M, q8.data() + m * 4, scale.data() + m, start.data() + m,
+                     total.data() + m);
+  return {count, nullptr, q8.data(), scale.data(), start.data(), total.data()};
 }
 
 }  // namespace slip

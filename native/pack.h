@@ -48,9 +48,9 @@ class Matrix {
 
 // Room for the activations of one product; reused from step to step.
 struct Activations {
-  std::vector<float> f32, scale;
+  std::vector<float> f32, scale, total;
   std::vector<int8_t> q8;
-  std::vector<int32_t> sum;
+  std::vector<int32_t> start;
 
   // x: count rows [count][K], count <= kMaxRows. Quantised for the integer formats, each row and
   // group of 32 by itself: a row's values never depend on its neighbours.

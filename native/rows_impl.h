@@ -123,7 +123,8 @@ inline float scale_of(V a, V b) {
   return std::max(0.0f, max_lanes(max(max(a, sub(zero(), a)), max(b, sub(zero(), b))))) / 127;
 }
 
-inline void quantise(const float* x, size_t K, size_t M, int8_t* q8, float* scale, int32_t* sum) {
+inline void quantise(const float* x, size_t K, size_t M, int8_t* q8, float* scale, int32_t* start,
+                     float* total) {
   for (size_t g = 0; g < K / kGroup; ++g) {
     V a = load(x + g * kGroup), b = load(x + g * kGroup + kLanes);
     float s = scale_of(a, b);
@@ -132,12 +133,13 @@ inline void quantise(const float* x, size_t K, size_t M, int8_t* q8, float* scal
     store((float*)bits, add(mul(a, inverse), set1(kMagic)));
     store((float*)bits + kLanes, add(mul(b, inverse), set1(kMagic)));
     int8_t q[kGroup];
-    int32_t total = 0;
+    int32_t sum = 0;
     for (int j = 0; j < kGroup; ++j) q[j] = (int8_t)(bits[j] & 0xff);
-    for (int j = 0; j < kGroup; ++j) total += q[j];
+    for (int j = 0; j < kGroup; ++j) sum += q[j];
     for (int j = 0; j < kGroup; j += 4) std::memcpy(q8 + (g * kGroup + j) * M, q + j, 4);
     scale[g * M] = s;
-    sum[g * M] = total;
+    start[g * M] = -128 * sum;
+    total[g * M] = s * (float)sum;
   }
 }
 
