@@ -157,7 +157,8 @@ class RuntimeConfig:
     device: "cpu", "cuda", "cuda:N", or "auto": the first GPU if there is one.
     dtype: of the weights. "auto" loses nothing: on CPUs bfloat16 if the checkpoint is, else
         float32; on GPUs the checkpoint's own.
-    quantization: of the weights; "int8" and "int4" by groups of 32. "fp8" on GPUs that have it.
+    quantization: of the weights; "int8" and "int4", by groups of 32 (int8 on torch: by
+        rows); "fp8" on GPUs that have it.
     threads: of the native runtime; None for the physical cores.
     kv_cache_dtype: "auto" is the dtype of the arithmetic.
     """

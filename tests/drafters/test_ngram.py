@@ -75,6 +75,19 @@ def test_drafts_for_each_request_within_its_budget() -> None:
     drafter.release(requests[0])
 
 
+@given(text=TEXTS.filter(len), news=st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=6))
+def test_a_text_that_grows_is_drafted_like_a_new_one(
+    text: list[int], news: list[list[int]]
+) -> None:
+    drafter, request = NgramDrafter(1, 4), request_of(text)
+    for more in news:
+        request.tokens += more
+        (draft,) = drafter.propose([request], [8])
+        assert list(draft.tokens) == naive(request.tokens, 1, 4, 8)
+    drafter.release(request)
+    drafter.release(request)
+
+
 def test_built_from_its_config() -> None:
     drafter = NgramConfig(prompt_lookup_min=1, prompt_lookup_max=1).build(None)  # type: ignore[arg-type]
     (draft,) = drafter.propose([request_of([3, 4, 3])], [2])

@@ -21,11 +21,11 @@ def draw(path: Path, document: Mapping[str, Any]) -> None:
     pyplot = import_module("matplotlib.pyplot")
     panels = [_speedups, _cost] if document["cost_curve"] else [_speedups]
     figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(8 * len(panels), 5), squeeze=False, layout="constrained"
+        1, len(panels), figsize=(8 * len(panels), 6), squeeze=False, layout="constrained"
     )
     for panel, axis in zip(panels, axes[0], strict=True):
         panel(axis, document)
-        axis.legend(fontsize="small")
+        axis.legend(fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2))
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{document['model']} on {document['machine']['cpu']}", fontsize="medium")
     figure.savefig(path, dpi=150, format="png")
@@ -37,6 +37,7 @@ def _speedups(axis: Any, document: Mapping[str, Any]) -> None:
     runs = [run for run in document["runs"] if run["speedup_vs_plain"]]
     names = list(dict.fromkeys(name for run in runs for name in run["by_category"]))
     width = 0.8 / max(len(runs), 1)
+    settings = {(run["temperature"], run["concurrency"]) for run in runs}
     for n, run in enumerate(runs):
         groups = [{"speedup_vs_plain": run["speedup_vs_plain"]}]
         groups += [run["by_category"].get(name, {}) for name in names]
@@ -54,7 +55,7 @@ def _speedups(axis: Any, document: Mapping[str, Any]) -> None:
                 [ratio["max"] - ratio["median"] for _, ratio in found],
             ],
             error_kw={"elinewidth": 0.8},
-            label=_label(run),
+            label=_label(run, setting=len(settings) > 1),
         )
     axis.axhline(1, color="black", linewidth=0.8, label="plain decoding")
     axis.set_xticks(range(len(names) + 1), ["all", *names], rotation=30, ha="right")
@@ -62,10 +63,10 @@ def _speedups(axis: Any, document: Mapping[str, Any]) -> None:
     axis.set_title("speedup by category")
 
 
-def _label(run: Mapping[str, Any]) -> str:
+def _label(run: Mapping[str, Any], *, setting: bool) -> str:
     engine = "" if run["engine"] == "slipstream" else f"{run['engine']} "
-    setting = f"T={run['temperature']:g}, {run['concurrency']} at once"
-    return f"{engine}{run['method']} {run['precision']}, {setting}"
+    label = f"{engine}{run['method']} {run['precision']}"
+    return f"{label}, T={run['temperature']:g}, {run['concurrency']} at once" if setting else label
 
 
 def _cost(axis: Any, document: Mapping[str, Any]) -> None:

@@ -49,18 +49,32 @@ class NgramDrafter:
     def __init__(self, min_n: int, max_n: int) -> None:
         self._min_n = min_n
         self._max_n = max_n
+        self._texts: dict[int, np.ndarray] = {}  # of each request, with room to grow
+        self._lengths: dict[int, int] = {}
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         return [
-            chain(lookup(request.tokens, self._min_n, self._max_n, budget))
+            chain(lookup(self._text(request), self._min_n, self._max_n, budget))
             for request, budget in zip(requests, budgets, strict=True)
         ]
 
     def release(self, request: Request) -> None:
-        pass
+        self._texts.pop(request.request_id, None)
+        self._lengths.pop(request.request_id, None)
+
+    def _text(self, request: Request) -> np.ndarray:
+        """The request's tokens; a long prompt is not converted again at every step."""
+        number, total = request.request_id, len(request.tokens)
+        text, known = self._texts.get(number), self._lengths.get(number, 0)
+        if text is None or total > len(text):
+            text = np.resize(np.asarray(request.tokens), 2 * total)
+        else:
+            text[known:total] = request.tokens[known:]
+        self._texts[number], self._lengths[number] = text, total
+        return text[:total]
 
 
-def lookup(tokens: Sequence[int], min_n: int, max_n: int, count: int) -> list[int]:
+def lookup(tokens: Sequence[int] | np.ndarray, min_n: int, max_n: int, count: int) -> list[int]:
     """What followed the longest earlier occurrences of the text's end, or nothing.
 
     Of the longest, n tokens each, the most recent one among those that go on as most of them do
@@ -82,7 +96,7 @@ def lookup(tokens: Sequence[int], min_n: int, max_n: int, count: int) -> list[in
     if best is None or longest < min_n:
         return []
     start = _usual(best, text)
-    found = list(tokens[start : start + min(count, 2 * longest)])
+    found = text[start : start + min(count, 2 * longest)].tolist()
     while len(found) < min(count, 2 * longest):
         found.append(found[len(found) - (length - start)])
     return found
