@@ -145,11 +145,13 @@ void Step::fine_product(const Matrix& w, const Floats& bias, const float* x, siz
     }
   });
   product(w, {}, halves_.data(), 2 * rows, sums_.data());
-  for (size_t r = 0; r < rows; ++r)
-    for (size_t n = 0; n < N; ++n) {
-      y[r * N + n] = sums_[2 * r * N + n] + sums_[(2 * r + 1) * N + n];
-      if (!bias.empty()) y[r * N + n] += bias[n];
+  pool_.run(rows, kFewRows, [&](size_t begin, size_t end, int) {
+    for (size_t r = begin; r < end; ++r) {
+      const float *coarse = &sums_[2 * r * N], *rest = coarse + N;
+      for (size_t n = 0; n < N; ++n) y[r * N + n] = coarse[n] + rest[n];
+      for (size_t n = 0; n < bias.size(); ++n) y[r * N + n] += bias[n];
     }
+  });
 }
 
 void Step::norm(const Norm& n, const float* x, size_t rows, float* y) {
@@ -347,7 +349,10 @@ void Step::mlp(const Layer& layer, const float* x, size_t rows, float* y) {
 }
 
 void Step::add(float* x, const float* y, size_t n, float scale) {
-  for (size_t i = 0; i < n; ++i) x[i] += scale * y[i];
+  constexpr size_t kFew = 4096;  // numbers not worth waking a thread for
+  pool_.run(n, kFew, [&](size_t begin, size_t end, int) {
+    for (size_t i = begin; i < end; ++i) x[i] += scale * y[i];
+  });
 }
 
 void Step::run(const Batch& batch, const Cache& cache, Output& out) {
