@@ -213,7 +213,13 @@ def test_bars_are_the_documents_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     picture._speedups(Axis(), {"runs": [plain, ngram]})
     assert drawn == [
-        ([0, 1], [2, 4], 0.8, [[0.5, 0], [1, 0]], "ngram int8, T=0, 1 at once"),
+        ([0, 1], [2, 4], 0.8, [[0.5, 0], [1, 0]], "ngram int8"),
+    ]
+    drawn.clear()
+    picture._speedups(Axis(), {"runs": [ngram, ngram | {"temperature": 0.7}]})
+    assert [bars[-1] for bars in drawn] == [
+        "ngram int8, T=0, 1 at once",
+        "ngram int8, T=0.7, 1 at once",
     ]
 
 
