@@ -49,8 +49,7 @@ class NgramDrafter:
     def __init__(self, min_n: int, max_n: int) -> None:
         self._min_n = min_n
         self._max_n = max_n
-        self._texts: dict[int, np.ndarray] = {}  # of each request, with room to grow
-        self._lengths: dict[int, int] = {}
+        self._texts: dict[int, tuple[np.ndarray, int]] = {}  # with room to grow; tokens known
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
         return [
@@ -60,17 +59,16 @@ class NgramDrafter:
 
     def release(self, request: Request) -> None:
         self._texts.pop(request.request_id, None)
-        self._lengths.pop(request.request_id, None)
 
     def _text(self, request: Request) -> np.ndarray:
         """The request's tokens; a long prompt is not converted again at every step."""
-        number, total = request.request_id, len(request.tokens)
-        text, known = self._texts.get(number), self._lengths.get(number, 0)
-        if text is None or total > len(text):
+        total = len(request.tokens)
+        text, known = self._texts.get(request.request_id, (np.empty(0, np.int64), 0))
+        if total > len(text):
             text = np.resize(np.asarray(request.tokens), 2 * total)
         else:
             text[known:total] = request.tokens[known:]
-        self._texts[number], self._lengths[number] = text, total
+        self._texts[request.request_id] = text, total
         return text[:total]
 
 
@@ -85,19 +83,19 @@ def lookup(tokens: Sequence[int] | np.ndarray, min_n: int, max_n: int, count: in
     length = len(text)
     if count < 1 or length <= min_n:
         return []
-    longest, best = 0, None
+    longest = 0
     starts = np.flatnonzero(text[:-1] == text[-1]) + 1  # where a match of length 1 would continue
     for n in range(1, min(max_n, length - 1) + 1):
-        starts = starts[starts >= n]
-        starts = starts[text[starts - n] == text[length - n]]  # one token longer a turn
-        if not len(starts):
+        longer = starts[starts >= n]
+        longer = longer[text[longer - n] == text[length - n]]
+        if not len(longer):
             break
-        longest, best = n, starts
-    if best is None or longest < min_n:
+        longest, starts = n, longer
+    if longest < min_n:
         return []
-    start = _usual(best, text)
-    found = text[start : start + min(count, 2 * longest)].tolist()
-    while len(found) < min(count, 2 * longest):
+    start, count = _usual(starts, text), min(count, 2 * longest)
+    found = text[start : start + count].tolist()
+    while len(found) < count:
         found.append(found[len(found) - (length - start)])
     return found
 
