@@ -1,13 +1,13 @@
 // Attention of some query rows over keys and values that they share. The sums of each run over
 // positions in their order; keys and values are loaded once for as many queries as registers hold.
 #pragma once
+#include <type_traits>
+
 #include "rows_impl.h"
 
 namespace slip {
 namespace SLIP_NAMESPACE {
 
-inline V get(const float* p) { return load(p); }
-inline V get(const uint16_t* p) { return load_bf16(p); }
 inline float one(const float* p) { return *p; }
 inline float one(const uint16_t* p) {
   uint32_t u = (uint32_t)*p << 16;
@@ -15,8 +15,6 @@ inline float one(const uint16_t* p) {
   std::memcpy(&f, &u, 4);
   return f;
 }
-
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 constexpr size_t kRowsAhead = 32;  // of values
 
@@ -96,34 +94,26 @@ void weigh(const Query* q, const T* values, size_t dim, size_t begin, size_t end
   alone(to, end);
 }
 
-template <int Q, class T>
-struct ScoreBlocks {  // one block, or the full width
-  static void run(const Query* q, const T* keys, size_t dim, size_t position, size_t blocks) {
-    if (blocks == SLIP_BLOCKS) return score_blocks<Q, SLIP_BLOCKS>(q, keys, dim, position);
-    score_blocks<Q, 1>(q, keys, dim, position);
-  }
-};
-template <int Q, class T>
-struct Weigh {
-  static void run(const Query* q, const T* values, size_t dim, size_t begin, size_t end) {
-    weigh<Q>(q, values, dim, begin, end);
-  }
-};
-
-// The queries in groups that fit the registers.
-template <template <int, class> class Kernel, class T, int Q = SLIP_QUERIES>
-void by_queries(const Query* q, size_t n, const T* data, size_t dim, size_t a, size_t b) {
-  for (; n >= Q; n -= Q, q += Q) Kernel<Q, T>::run(q, data, dim, a, b);
+// The queries in groups that fit the registers: kernel(Q as a constant, the first of Q queries).
+template <int Q = SLIP_QUERIES, class Kernel>
+void by_queries(const Query* q, size_t n, const Kernel& kernel) {
+  for (; n >= Q; n -= Q, q += Q) kernel(std::integral_constant<int, Q>(), q);
   if constexpr (Q > 1)
-    if (n) by_queries<Kernel, T, Q - 1>(q, n, data, dim, a, b);
+    if (n) by_queries<Q - 1>(q, n, kernel);
 }
 
 // Blocks begin ... end - 1, ``keys`` at the first; all queries while a few blocks are in the cache.
 template <class T>
 void score(const Query* q, size_t n, const T* keys, size_t dim, size_t begin, size_t end) {
-  for (size_t b = begin, width; b < end; b += width) {
+  for (size_t b = begin, width; b < end; b += width, keys += width * dim * kLanes) {
     width = b + SLIP_BLOCKS <= end ? SLIP_BLOCKS : 1;
-    by_queries<ScoreBlocks>(q, n, keys + (b - begin) * dim * kLanes, dim, b * kLanes, width);
+    by_queries(q, n, [&](auto count, const Query* some) {
+      constexpr int Q = decltype(count)::value;
+      if (width == 1)
+        score_blocks<Q, 1>(some, keys, dim, b * kLanes);
+      else
+        score_blocks<Q, SLIP_BLOCKS>(some, keys, dim, b * kLanes);
+    });
   }
 }
 
@@ -132,27 +122,30 @@ template <class T>
 void weigh_all(const Query* q, size_t n, const T* values, size_t dim, size_t begin, size_t end) {
   size_t together = std::max<size_t>(1, 4096 / dim);
   for (; begin < end; begin += together, values += together * dim)
-    by_queries<Weigh>(q, n, values, dim, begin, std::min(begin + together, end));
+    by_queries(q, n, [&](auto count, const Query* some) {
+      weigh<decltype(count)::value>(some, values, dim, begin, std::min(begin + together, end));
+    });
 }
 
 // Scores into weights, not yet divided by their sum, which is returned.
 inline float softmax(const Query& q, float softcap) {
   float* scores = q.scores;
   size_t begin = q.first / kLanes * kLanes, end = (q.count + kLanes - 1) / kLanes * kLanes;
+  auto hide = [&](size_t j, float value) {  // of 16 positions those that are not to be seen
+    if (j >= q.first && j + kLanes <= q.count) return;
+    for (size_t i = j; i < j + kLanes; ++i)
+      if (i < q.first || i >= q.count) scores[i] = value;
+  };
   for (size_t j = begin; j < end; j += kLanes) {
     if (softcap > 0)
       store(scores + j, mul(tanh(div(load(scores + j), set1(softcap))), set1(softcap)));
-    if (j < q.first || j + kLanes > q.count)  // what is not to be seen
-      for (size_t i = j; i < j + kLanes; ++i)
-        if (i < q.first || i >= q.count) scores[i] = -INFINITY;
+    hide(j, -INFINITY);
   }
   float most = greatest(scores + begin, end - begin);
   V sums = zero();
   for (size_t j = begin; j < end; j += kLanes) {
     store(scores + j, exp(sub(load(scores + j), set1(most))));
-    if (j < q.first || j + kLanes > q.count)  // exp has a floor
-      for (size_t i = j; i < j + kLanes; ++i)
-        if (i < q.first || i >= q.count) scores[i] = 0;
+    hide(j, 0);  // exp has a floor
     sums = add(sums, load(scores + j));
   }
   return sum_lanes(sums);

@@ -91,18 +91,9 @@ inline Sums dot4(Sums s, const uint8_t* w, const int8_t* x0, const int8_t* x1) {
 
 constexpr size_t kAhead = 1024;  // bytes of a panel read ahead
 
-struct F32 {
-  using T = float;
-  static V get(const float* p) { return load(p); }
-};
-struct BF16 {
-  using T = uint16_t;
-  static V get(const uint16_t* p) { return load_bf16(p); }
-};
-
 // M rows with P neighbouring panels of floating-point weights.
-template <class W, int M, int P>
-void float_panels(const typename W::T* w, const float* x, size_t K, float* y, size_t ld) {
+template <class T, int M, int P>
+void float_panels(const T* w, const float* x, size_t K, float* y, size_t ld) {
   V acc[M][P];
   for (auto& row : acc)
     for (auto& a : row) a = zero();
@@ -110,7 +101,7 @@ void float_panels(const typename W::T* w, const float* x, size_t K, float* y, si
     V b[P];
     for (int p = 0; p < P; ++p) {
       const auto* at = w + (p * K + k) * kPanel;
-      b[p] = W::get(at);
+      b[p] = get(at);
       prefetch((const char*)at + kAhead);
     }
     for (int m = 0; m < M; ++m) {
@@ -156,15 +147,15 @@ void int_panel(const Columns& c, const Rows& x, size_t K, size_t panel, float* y
   for (int m = 0; m < M; ++m) store(y + m * ld, acc[m]);
 }
 
-template <class W, int M>
+template <class T, int M>
 void float_rows(const Columns& c, const Rows& x, size_t K, size_t first, size_t last, float* y,
                 size_t ld) {
-  const auto* w = (const typename W::T*)c.w;
+  const auto* w = (const T*)c.w;
   constexpr int P = SLIP_FLOAT_PANELS(M);  // at once, as registers allow
   size_t p = first;
   for (; p + P <= last; p += P)
-    float_panels<W, M, P>(w + p * K * kPanel, x.f32, K, y + p * kPanel, ld);
-  for (; p < last; ++p) float_panels<W, M, 1>(w + p * K * kPanel, x.f32, K, y + p * kPanel, ld);
+    float_panels<T, M, P>(w + p * K * kPanel, x.f32, K, y + p * kPanel, ld);
+  for (; p < last; ++p) float_panels<T, M, 1>(w + p * K * kPanel, x.f32, K, y + p * kPanel, ld);
 }
 
 template <bool Four, int M>
@@ -189,8 +180,8 @@ void by_rows(const Columns& c, const Rows& x, size_t K, size_t first, size_t las
       function(c, x, K, first, last, y, ld);                                               \
     }                                                                                      \
   };
-SLIP_KERNEL(F32Rows, (float_rows<F32, M>))
-SLIP_KERNEL(BF16Rows, (float_rows<BF16, M>))
+SLIP_KERNEL(F32Rows, (float_rows<float, M>))
+SLIP_KERNEL(BF16Rows, (float_rows<uint16_t, M>))
 SLIP_KERNEL(Int8Rows, (int_rows<false, M>))
 SLIP_KERNEL(Int4Rows, (int_rows<true, M>))
 #undef SLIP_KERNEL

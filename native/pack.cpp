@@ -193,7 +193,7 @@ Rows Activations::arrange(const Kernels& kernels, const float* x, int count, siz
     f32.resize(K * M);
     for (size_t k = 0; k < K; ++k)
       for (size_t m = 0; m < M; ++m) f32[k * M + m] = x[m * K + k];
-    return {count, f32.data(), nullptr, nullptr, nullptr, nullptr};
+    return {count, f32.data()};
   }
   q8.resize(K * M);
   scale.resize(K / kGroup * M);

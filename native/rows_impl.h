@@ -14,6 +14,10 @@ constexpr size_t kLanes = 16;
 // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
 constexpr float kMagic = 12582912.0f;
 
+inline V get(const float* p) { return load(p); }
+inline V get(const uint16_t* p) { return load_bf16(p); }
+inline void prefetch(const void* p) { __builtin_prefetch(p); }
+
 inline V load_some(const float* p, size_t n) {  // n < 16 values, then zeros
   float f[kLanes] = {};
   for (size_t i = 0; i < n; ++i) f[i] = p[i];

@@ -215,8 +215,8 @@ void Step::prepare_tails(const Batch& batch, const Output& out, size_t first, co
       std::reverse(tail.rows.begin(), tail.rows.end());
     }
     tail_of_[r] = used - 1;
-    if (runs_.empty() || runs_.back().slot != batch.slots[r] || runs_.back().past != batch.past[r])
-      runs_.push_back({r, 0, batch.slots[r], batch.past[r]});
+    if (!r || batch.slots[r] != batch.slots[r - 1] || batch.past[r] != batch.past[r - 1])
+      runs_.push_back({r, 0});
     ++runs_.back().rows;
     run_of_[r] = runs_.size() - 1;
   }
@@ -309,6 +309,7 @@ void Step::attend(const Layer& layer, size_t l, const float* qkv, const Cache& c
     Query queries[kMaxQueries];
     for (size_t item = begin, n; item < end; item += n) {
       const Run& run = runs_[run_of_[item / c.heads]];
+      const Tail& any = tails_[tail_of_[run.first]];
       size_t of_group = run.rows * share, start = item - run.first * c.heads;
       size_t g = start / of_group, i = start % of_group;
       n = std::min({end - item, of_group - i, kMaxQueries});
@@ -325,8 +326,8 @@ void Step::attend(const Layer& layer, size_t l, const float* qkv, const Cache& c
                       scores.data() + k * room,
                       y + (r * c.heads + h) * c.dim};
       }
-      kernels_.attend[cache.narrow()]({queries, n, cache.keys(l, run.slot, g),
-                                       cache.values(l, run.slot, g), run.past, c.dim,
+      kernels_.attend[cache.narrow()]({queries, n, cache.keys(l, any.slot, g),
+                                       cache.values(l, any.slot, g), any.past, c.dim,
                                        c.attention_softcap});
     }
   });

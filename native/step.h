@@ -109,7 +109,7 @@ class Step {
 
   // Neighbouring new rows on the same committed tokens.
   struct Run {
-    size_t first, rows, slot, past;
+    size_t first, rows;
   };
 
   void product(const Matrix& w, const Floats& bias, const float* x, size_t rows, float* y);
