@@ -36,21 +36,6 @@ inline void store_up_to(float* p, V a, size_t n) {
     store_some(p, a, n);
 }
 
-inline float sum_lanes(V a) {
-  float f[kLanes];
-  store(f, a);
-  for (size_t half = kLanes / 2; half; half /= 2)
-    for (size_t i = 0; i < half; ++i) f[i] += f[i + half];
-  return f[0];
-}
-
-inline float max_lanes(V a) {
-  float f[kLanes], most = -INFINITY;  // and not the first lane, which may be no number
-  store(f, a);
-  for (float v : f) most = std::max(most, v);
-  return most;
-}
-
 // e^x within 2 units in the last place; x below -87 gives what -87 gives.
 inline V exp(V x) {
   x = max(min(x, set1(88.0f)), set1(-87.0f));
@@ -132,14 +117,13 @@ inline void quantise(const float* x, size_t K, size_t M, int8_t* q8, float* scal
   for (size_t g = 0; g < K / kGroup; ++g) {
     V a = load(x + g * kGroup), b = load(x + g * kGroup + kLanes);
     float s = scale_of(a, b);
-    V inverse = set1(s > 0 ? 1 / s : 0);
-    uint32_t bits[kGroup];
-    store((float*)bits, add(mul(a, inverse), set1(kMagic)));
-    store((float*)bits + kLanes, add(mul(b, inverse), set1(kMagic)));
+    V inverse = set1(s > 0 ? 1 / s : 0), magic = set1(kMagic);
+    a = add(mul(a, inverse), magic);
+    b = add(mul(b, inverse), magic);
     int8_t q[kGroup];
-    int32_t sum = 0;
-    for (int j = 0; j < kGroup; ++j) q[j] = (int8_t)(bits[j] & 0xff);
-    for (int j = 0; j < kGroup; ++j) sum += q[j];
+    store_low_bytes(q, a);
+    store_low_bytes(q + kLanes, b);
+    int32_t sum = (int32_t)sum_lanes(add(sub(a, magic), sub(b, magic)));
     for (int j = 0; j < kGroup; j += 4) std::memcpy(q8 + (g * kGroup + j) * M, q + j, 4);
     scale[g * M] = s;
     start[g * M] = -128 * sum;

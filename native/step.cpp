@@ -229,6 +229,24 @@ void Step::prepare_tails(const Batch& batch, const Output& out, size_t first, co
   }
 }
 
+// Queries lie slot by slot, group by group, row by row. A thread takes neighbours that see about as
+// many positions as another's: in a long prompt the later rows see most.
+void Step::prepare_shares(const Output& out, size_t first) {
+  size_t heads = model_.config.heads, share = heads / model_.config.kv_heads;
+  size_t threads = pool_.threads(), total = 0, seen = 0, query = 0;
+  auto sees = [&](size_t row) { return out.positions[first + row] + 1; };
+  for (size_t r = 0; r < tail_of_.size(); ++r) total += sees(r) * heads;
+  shares_.assign(1, 0);
+  for (const Run& run : runs_)
+    for (size_t i = 0; i < run.rows * heads; ++i) {
+      seen += sees(run.first + i / share % run.rows);
+      ++query;
+      while (shares_.size() < threads && seen * threads >= shares_.size() * total)
+        shares_.push_back(query);
+    }
+  shares_.push_back(query);
+}
+
 template <class T>
 void Step::fill_tail(Tail& tail, size_t group, size_t l, const Cache& cache, const Output& out) {
   size_t dim = model_.config.dim, kv = model_.config.kv_heads * dim, filled = tail.past % kPanel;
@@ -295,16 +313,16 @@ void Step::prepare_heads(const Layer& layer, float* qkv, const Batch& batch, Out
   });
 }
 
-// The queries of a step lie slot by slot, group by group, row by row. Each thread takes a part of
-// them, and hands those of one slot and group to the kernel together.
+// Each thread hands the queries of one slot and group to the kernel together.
 void Step::attend(const Layer& layer, size_t l, const float* qkv, const Cache& cache,
                   const Output& out, size_t first, float* y) {
   const Config& c = model_.config;
   size_t width = (c.heads + 2 * c.kv_heads) * c.dim, size = cache.narrow() ? 2 : 4;
-  size_t share = c.heads / c.kv_heads, rows = tail_of_.size();
+  size_t share = c.heads / c.kv_heads;
   size_t room = (*std::max_element(out.positions.begin(), out.positions.end()) / kPanel + 1) * kPanel;
-  pool_.run(rows * c.heads, 2, [&](size_t begin, size_t end, int thread) {
+  pool_.run(shares_.size() - 1, 1, [&](size_t thread, size_t, int) {
     Floats& scores = scores_[thread];
+    size_t begin = shares_[thread], end = shares_[thread + 1];
     if (scores.size() < room * kMaxQueries) scores.resize(2 * room * kMaxQueries);
     Query queries[kMaxQueries];
     for (size_t item = begin, n; item < end; item += n) {
@@ -367,6 +385,7 @@ void Step::run(const Batch& batch, const Cache& cache, Output& out) {
   }
   prepare_angles(out, first);
   prepare_tails(batch, out, first, cache);
+  prepare_shares(out, first);
   Floats x(n), normed(n), y(n), attention, qkv(rows * (c.heads + 2 * c.kv_heads) * c.dim),
       mixed(rows * c.heads * c.dim);
   for (size_t r = 0; r < rows; ++r) {

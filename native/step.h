@@ -117,6 +117,7 @@ class Step {
   void norm(const Norm& n, const float* x, size_t rows, float* y);
   void prepare_angles(const Output& out, size_t first);
   void prepare_tails(const Batch& batch, const Output& out, size_t first, const Cache& cache);
+  void prepare_shares(const Output& out, size_t first);
   void prepare_heads(const Layer& layer, float* qkv, const Batch& batch, Output& out, size_t l,
                      size_t first, bool narrow);
   void fill_tails(size_t l, const Cache& cache, const Output& out);
@@ -134,6 +135,7 @@ class Step {
   std::vector<Tail> tails_;
   std::vector<Run> runs_;
   std::vector<size_t> tail_of_, run_of_;  // of each new row
+  std::vector<size_t> shares_;  // of attention: the first query of each thread, and the end
   std::vector<Floats> angles_;   // a rotary table each, [new rows][cosine, sine][half]
   std::vector<Floats> scores_;   // a thread each
   Floats padded_, up_, inner_, halves_, sums_;

@@ -17,6 +17,29 @@ float half_to_float(uint16_t half);  // pack.cpp
 
 namespace SLIP_NAMESPACE {
 
+// Lanes are folded as a tree: i with i + 8, then i + 4, i + 2, i + 1.
+#if defined(SLIP_AVX512) || defined(SLIP_AVX2)
+template <class Fold>
+float fold_eight(__m256 a, const Fold& fold) {
+  __m128 v = fold(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  v = fold(v, _mm_movehl_ps(v, v));
+  return _mm_cvtss_f32(fold(v, _mm_shuffle_ps(v, v, 1)));
+}
+inline float sum_eight(__m256 a) {
+  return fold_eight(a, [](__m128 x, __m128 y) { return _mm_add_ps(x, y); });
+}
+inline float max_eight(__m256 a) {
+  return fold_eight(a, [](__m128 x, __m128 y) { return _mm_max_ps(x, y); });
+}
+#else
+template <class Fold>
+float fold_lanes(float* f, const Fold& fold) {
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; ++i) f[i] = fold(f[i], f[i + half]);
+  return f[0];
+}
+#endif
+
 #if defined(SLIP_AVX512)
 struct V {
   __m512 v;
@@ -43,6 +66,18 @@ inline V shift_to_exponent(V a) {  // bits << 23, plus the bits of 1.0
   __m512i one = _mm512_set1_epi32(0x3f800000);
   return {_mm512_castsi512_ps(
       _mm512_add_epi32(_mm512_slli_epi32(_mm512_castps_si512(a.v), 23), one))};
+}
+inline void store_low_bytes(int8_t* p, V a) {  // of the bits of each lane
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_castps_si512(a.v)));
+}
+inline __m256 lower(V a) { return _mm512_castps512_ps256(a.v); }
+inline __m256 upper(V a) {
+  return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
+}
+inline float sum_lanes(V a) { return sum_eight(_mm256_add_ps(lower(a), upper(a))); }
+inline float max_lanes(V a) {  // of those that are numbers
+  a = max(a, set1(-INFINITY));
+  return max_eight(_mm256_max_ps(lower(a), upper(a)));
 }
 #elif defined(SLIP_AVX2)
 struct V {
@@ -79,6 +114,19 @@ inline __m256 shift_half(__m256 a) {
       _mm256_add_epi32(_mm256_slli_epi32(_mm256_castps_si256(a), 23), one));
 }
 inline V shift_to_exponent(V x) { return {shift_half(x.a), shift_half(x.b)}; }
+inline void store_low_bytes(int8_t* p, V x) {
+  __m256i low = _mm256_set1_epi32(0xff);
+  __m256i a = _mm256_and_si256(_mm256_castps_si256(x.a), low);
+  __m256i b = _mm256_and_si256(_mm256_castps_si256(x.b), low);
+  __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
+  __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128((__m128i*)p, bytes);
+}
+inline float sum_lanes(V x) { return sum_eight(_mm256_add_ps(x.a, x.b)); }
+inline float max_lanes(V x) {  // of those that are numbers
+  x = max(x, set1(-INFINITY));
+  return max_eight(_mm256_max_ps(x.a, x.b));
+}
 #elif defined(SLIP_NEON)
 struct V {
   float32x4_t q[4];
@@ -139,6 +187,13 @@ inline V shift_to_exponent(V a) {
     q = vreinterpretq_f32_u32(
         vaddq_u32(vshlq_n_u32(vreinterpretq_u32_f32(q), 23), vdupq_n_u32(0x3f800000)));
   return a;
+}
+inline void store_low_bytes(int8_t* p, V a) {
+  for (int i = 0; i < 4; ++i) {
+    uint32_t bits[4];
+    vst1q_u32(bits, vreinterpretq_u32_f32(a.q[i]));
+    for (int j = 0; j < 4; ++j) p[4 * i + j] = (int8_t)(bits[j] & 0xff);
+  }
 }
 #else
 struct V {
@@ -205,6 +260,26 @@ inline V shift_to_exponent(V a) {
     std::memcpy(&f, &u, 4);
   }
   return a;
+}
+inline void store_low_bytes(int8_t* p, V a) {
+  for (int i = 0; i < 16; ++i) {
+    uint32_t u;
+    std::memcpy(&u, &a.f[i], 4);
+    p[i] = (int8_t)(u & 0xff);
+  }
+}
+#endif
+#if !defined(SLIP_AVX512) && !defined(SLIP_AVX2)
+inline float sum_lanes(V a) {
+  float f[16];
+  store(f, a);
+  return fold_lanes(f, [](float x, float y) { return x + y; });
+}
+inline float max_lanes(V a) {  // of those that are numbers
+  float f[16];
+  store(f, a);
+  for (float& v : f) v = v > -INFINITY ? v : -INFINITY;
+  return fold_lanes(f, [](float x, float y) { return x > y ? x : y; });
 }
 #endif
 }  // namespace SLIP_NAMESPACE
