@@ -1,252 +1,30 @@
-// The Python module: everything is checked here, so that no input can crash the process.
+// The Python module.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
-#include <mutex>
-#include <stdexcept>
-
-#include "checks.h"
-#include "step.h"
+#include "model.h"
+#include "sampling.h"
 
 namespace nb = nanobind;
 using namespace slip;
-using Array = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
-using Indices = std::vector<int64_t>;
+using Result = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
 
 namespace {
 
-// nanobind's cast of a wrong type says neither what is wrong nor that it is a TypeError.
-template <class T>
-T as(nb::handle value, const std::string& what) {
-  T result;
-  if (!nb::try_cast(value, result)) throw nb::type_error((what + " has the wrong type").c_str());
-  return result;
-}
-nb::tuple as_pair(nb::handle value, const std::string& what) {
-  auto pair = as<nb::tuple>(value, what);
-  require(nb::len(pair) == 2, (what + " needs pairs").c_str());
-  return pair;
-}
-
-Format format_of(const std::string& name) {
-  const char* names[] = {"float32", "bfloat16", "int8", "int4"};
-  for (int i = 0; i < 4; ++i)
-    if (name == names[i]) return (Format)i;
-  throw std::invalid_argument("unknown format " + name);
-}
-
-Activation activation_of(const std::string& name) {
-  if (name == "silu") return Activation::silu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  if (name == "gelu") return Activation::gelu;
-  throw std::invalid_argument("unknown activation " + name);
-}
-
-Stored stored_of(const std::string& name) {
-  const char* names[] = {"float32", "bfloat16", "Q4_0", "Q4_1", "Q8_0"};
-  for (int i = 0; i < 5; ++i)
-    if (name == names[i]) return (Stored)i;
-  throw std::invalid_argument("unknown kind of weights " + name);
-}
-
-// Reads named arrays of a dictionary; what is asked for must have the size asked for.
-// A matrix is (format, [(how it is stored, rows), ...]), the parts one below the other.
-struct Source {
-  nb::dict from;
-  Pool& pool;
-
-  Floats floats(const char* name, std::initializer_list<size_t> sizes) const {
-    if (!from.contains(name)) return {};
-    auto a = as<Array>(from[name], name);
-    bool fits = a.ndim() == 1 && std::count(sizes.begin(), sizes.end(), a.shape(0));
-    require(fits, (std::string(name) + " has the wrong size").c_str());
-    return Floats(a.data(), a.data() + a.size());
-  }
-  std::unique_ptr<Matrix> matrix(const char* name, size_t N, size_t K) const {
-    require(from.contains(name), (std::string(name) + " is missing").c_str());
-    auto pair = as_pair(from[name], name);
-    auto m = std::make_unique<Matrix>(N, K, format_of(as<std::string>(pair[0], name)));
-    size_t first = 0;
-    for (auto part : as<nb::list>(pair[1], name)) {
-      auto both = as_pair(part, name);
-      auto a = as<nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>>(both[1], name);
-      Stored stored = stored_of(as<std::string>(both[0], name));
-      bool fits = a.ndim() == 2 && a.shape(0) <= N - first &&
-                  a.shape(1) * a.itemsize() == row_bytes(stored, K);
-      require(fits, (std::string(name) + " has the wrong shape").c_str());
-      pack(*m, first, a.shape(0), (const uint8_t*)a.data(), stored);
-      first += a.shape(0);
-    }
-    require(first == N, (std::string(name) + " has too few rows").c_str());
-    return m;
-  }
-  Norm norm(const std::string& name, size_t n) const {
-    return {floats(name.c_str(), {n}), floats((name + "_bias").c_str(), {n})};
-  }
-
- private:
-  // Threads take whole panels: the first rows may lie in one that another part began.
-  void pack(Matrix& m, size_t first, size_t count, const uint8_t* rows, Stored stored) const {
-    size_t bytes = row_bytes(stored, m.columns()), last = first + count, panel = first / kPanel;
-    m.set(first, 0, rows, stored);  // what is wrong is said here, not in a thread
-    pool.run((last + kPanel - 1) / kPanel - panel, 1, [&](size_t begin, size_t end, int) {
-      size_t from = std::max(first, (panel + begin) * kPanel);
-      size_t to = std::min(last, (panel + end) * kPanel);
-      m.set(from, to - from, rows + (from - first) * bytes, stored);
-    });
-  }
-};
-
-class NativeModel {
- public:
-  NativeModel(nb::dict config, nb::dict weights, int threads, const std::string& kernels) {
-    require(threads >= 1 && threads <= 1024, "threads must be from 1 to 1024");
-    auto size = [&](const char* name) {
-      auto v = as<int64_t>(config[name], name);
-      require(v >= 1 && v < (int64_t)1 << 31, (std::string(name) + " is out of range").c_str());
-      return (size_t)v;
-    };
-    auto number = [&](const char* name) { return as<float>(config[name], name); };
-    auto flag = [&](const char* name) { return as<bool>(config[name], name); };
-    Config& c = model_.config;
-    c = {size("hidden"),
-         size("heads"),
-         size("kv_heads"),
-         size("dim"),
-         size("inner"),
-         size("vocab"),
-         number("eps"),
-         flag("layer_norm"),
-         flag("gated"),
-         flag("parallel_residual"),
-         activation_of(as<std::string>(config["activation"], "activation")),
-         number("query_scale"),
-         number("attention_softcap"),
-         number("logit_softcap"),
-         number("embedding_scale"),
-         number("residual_scale"),
-         number("logit_scale")};
-    require(c.heads % c.kv_heads == 0, "heads must be a multiple of kv_heads");
-    for (auto table : as<nb::list>(config["rotary"], "rotary")) {
-      auto pair = as_pair(table, "rotary");
-      auto a = as<Array>(pair[0], "rotary");
-      require(a.ndim() == 1 && 2 * a.shape(0) <= c.dim, "a rotary table is longer than a head");
-      model_.rotary.push_back({Floats(a.data(), a.data() + a.size()), as<float>(pair[1], "rotary")});
-    }
-    step_ = std::make_unique<Step>(model_, best_kernels(kernels), threads);
-    Source source{weights, step_->pool()};
-    model_.embedding = source.matrix("embedding", c.vocab, c.hidden);
-    model_.head = weights.contains("head") ? source.matrix("head", c.vocab, c.hidden)
-                                           : model_.embedding;
-    model_.head_bias = source.floats("head_bias", {c.vocab});
-    model_.last = source.norm("norm", c.hidden);
-    require(!model_.last.weight.empty(), "norm is missing");
-  }
-
-  void add_layer(nb::dict weights, size_t window, size_t rotary) {
-    const Config& c = model_.config;
-    Source source{weights, step_->pool()};
-    require(rotary < model_.rotary.size(), "no such rotary table");
-    Layer layer;
-    layer.before_attention = source.norm("before_attention", c.hidden);
-    layer.after_attention = source.norm("after_attention", c.hidden);
-    layer.before_mlp = source.norm("before_mlp", c.hidden);
-    layer.after_mlp = source.norm("after_mlp", c.hidden);
-    size_t query = c.heads * c.dim, kv = c.kv_heads * c.dim, up = c.inner * (c.gated ? 2 : 1);
-    layer.qkv = source.matrix("qkv", query + 2 * kv, c.hidden);
-    layer.out = source.matrix("out", c.hidden, query);
-    layer.up = source.matrix("up", up, c.hidden);
-    layer.down = source.matrix("down", c.hidden, c.inner);
-    layer.qkv_bias = source.floats("qkv_bias", {query + 2 * kv});
-    layer.out_bias = source.floats("out_bias", {c.hidden});
-    layer.up_bias = source.floats("up_bias", {up});
-    layer.down_bias = source.floats("down_bias", {c.hidden});
-    layer.query_norm = source.floats("query_norm", {c.dim, query});
-    layer.key_norm = source.floats("key_norm", {c.dim, kv});
-    layer.window = window;
-    layer.rotary = rotary;
-    model_.layers.push_back(std::move(layer));
-  }
-
-  const Model& model() const { return model_; }
-  std::string kernels() const { return step_->kernels().name; }
-  size_t bytes() const {
-    size_t total = model_.embedding->bytes();
-    if (model_.head != model_.embedding) total += model_.head->bytes();
-    for (const Layer& l : model_.layers)
-      total += l.qkv->bytes() + l.out->bytes() + l.up->bytes() + l.down->bytes();
-    return total;
-  }
-  void run(const Batch& batch, const Cache& cache, Output& out) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    step_->run(batch, cache, out);
-  }
-
- private:
-  Model model_;
-  std::unique_ptr<Step> step_;
-  std::mutex mutex_;  // a step's room is the model's: one at a time
-};
-
-class NativeCache {
- public:
-  NativeCache(NativeModel& model, size_t slots, size_t max_length, bool narrow)
-      : model_(model), max_length_(max_length), layers_(model.model().layers.size()),
-        cache_(model.model(), slots, narrow) {
-    require(slots >= 1 && max_length >= 1, "a cache needs a slot and room");
-    require(max_length < (size_t)1 << 31, "max_length is out of range");
-  }
-  const Cache& get() const { return cache_; }
-  size_t bytes() const { return cache_.bytes(); }
-  // A layer that came later has no storage here.
-  bool fits(const NativeModel& model) const {
-    return &model == &model_ && model.model().layers.size() == layers_;
-  }
-
-  // Append rows of a step to slots that hold ``lengths`` tokens; a request each. Room comes first:
-  // an error leaves the cache as it was, as far as can be seen.
-  void commit(const Output& output, const Indices& slots, const Indices& lengths,
-              const std::vector<Indices>& rows) {
-    size_t layers = model_.model().layers.size();
-    size_t kv = model_.model().config.kv_heads * model_.model().config.dim;
-    require(slots.size() == lengths.size() && slots.size() == rows.size(),
-            "slots, lengths and rows differ in length");
-    bool ours = output.keys.size() == layers && layers == layers_;
-    for (size_t l = 0; l < layers && ours; ++l)
-      ours = output.keys[l].size() == output.parents.size() * kv;
-    require(ours, "a step of another model, or one that ended early");
-    for (size_t b = 0; b < slots.size(); ++b) {
-      require(slots[b] >= 0 && (size_t)slots[b] < cache_.slots(), "no such slot");
-      size_t end = lengths[b] + rows[b].size();
-      require(lengths[b] >= 0 && end <= max_length_, "the slot is full");
-      for (int64_t row : rows[b])
-        require(row >= 0 && (size_t)row < output.parents.size(), "no such row");
-      size_t capacity = cache_.capacity(slots[b]);
-      if (end > capacity)
-        cache_.reserve(slots[b], std::min(max_length_, std::max({end, 2 * capacity, kFirst})));
-    }
-    for (size_t l = 0; l < layers; ++l)
-      for (size_t b = 0; b < slots.size(); ++b)
-        for (size_t i = 0; i < rows[b].size(); ++i)
-          cache_.put(l, slots[b], lengths[b] + i, output.keys[l].data() + rows[b][i] * kv,
-                     output.values[l].data() + rows[b][i] * kv);
-  }
-
- private:
-  static constexpr size_t kFirst = 256;  // tokens of room at first
-  NativeModel& model_;
-  size_t max_length_, layers_;
-  Cache cache_;
-};
-
 // tokens, parents, slots, past: of the new rows; parents are rows of the output, or -1. wanted:
-// which of the new rows' logits are asked for. taps: layers whose input is. depth: layers to run.
-void run_step(NativeModel& model, NativeCache& cache, Output& out, const Indices& tokens,
-              const Indices& parents, const Indices& slots, const Indices& past,
-              const Indices& wanted, const Indices& taps, int64_t depth) {
+// which of the new rows' logits are asked for.
+struct NewRows {
+  Indices tokens, parents, slots, past, wanted;
+};
+
+// taps: layers whose input is asked for. depth: layers to run.
+Batch checked(const NativeModel& model, const NativeCache& cache, const Output& out,
+              const NewRows& new_rows, const Indices& taps, int64_t depth) {
+  const auto& [tokens, parents, slots, past, wanted] = new_rows;
   size_t rows = tokens.size(), first = out.parents.size(), layers = model.model().layers.size();
   require(cache.fits(model), "the cache is another model's");
   require(rows >= 1, "a step needs a row");
@@ -281,17 +59,103 @@ void run_step(NativeModel& model, NativeCache& cache, Output& out, const Indices
     require(tap >= 0 && tap <= depth, "no such layer");
     batch.taps.push_back(tap);
   }
+  return batch;
+}
+
+void run_step(NativeModel& model, NativeCache& cache, Output& out, const Indices& tokens,
+              const Indices& parents, const Indices& slots, const Indices& past,
+              const Indices& wanted, const Indices& taps, int64_t depth) {
+  NewRows rows{tokens, parents, slots, past, wanted};
+  Batch batch = checked(model, cache, out, rows, taps, depth);
   nb::gil_scoped_release free;
   model.run(batch, cache.get(), out);
 }
 
-nb::ndarray<nb::numpy, float, nb::ndim<2>> rows_of(Floats& floats, size_t width) {
+Result rows_of(Floats& floats, size_t width) {
   require(width >= 1 && floats.size() % width == 0, "rows have another width");
   auto* own = new Floats(std::move(floats));  // the next step must not change or free them
   floats.clear();
   nb::capsule owner(own, [](void* p) noexcept { delete (Floats*)p; });
-  return nb::ndarray<nb::numpy, float, nb::ndim<2>>(own->data(), {own->size() / width, width},
-                                                    owner);
+  return Result(own->data(), {own->size() / width, width}, owner);
+}
+
+// How a request's guesses are chosen: drawn with its numbers in [0, 1), one a guess, or, without
+// any, the most probable tokens. Temperature, top-k, top-p, min-p, numbers.
+using Choice = std::tuple<float, int64_t, float, float, std::vector<double>>;
+
+struct Guesses {
+  size_t count;  // wanted
+  Truncation cut;
+  std::vector<double> numbers;
+  Indices tokens;
+  Floats probs;  // [tokens][width], if drawn
+
+  void add(const Kernels& kernels, const float* logits, size_t width, Floats& room) {
+    size_t n = tokens.size();
+    if (numbers.empty()) return tokens.push_back(argmax(kernels, logits, width));
+    probs.resize((n + 1) * width);
+    probabilities(kernels, logits, width, cut, room, &probs[n * width]);
+    tokens.push_back(inverse_cdf(&probs[n * width], width, numbers[n]));
+  }
+};
+
+// Guess after guess, those of all requests together, as rows of one output.
+void extend(NativeModel& model, const NativeCache& cache, Output& out, NewRows rows,
+            std::vector<Guesses>& guesses, size_t width) {
+  std::vector<Guesses*> live;
+  for (Guesses& g : guesses) live.push_back(&g);
+  size_t vocab = model.model().config.vocab, depth = model.model().layers.size();
+  Floats room;
+  while (!live.empty()) {
+    size_t first = out.parents.size();
+    model.run(checked(model, cache, out, rows, {}, depth), cache.get(), out);
+    NewRows next;
+    std::vector<Guesses*> still;
+    for (size_t i = 0; i < live.size(); ++i) {
+      Guesses& g = *live[i];
+      g.add(model.kernels(), &out.logits[i * vocab], width, room);
+      if (g.tokens.size() == g.count) continue;
+      size_t row = rows.wanted[i];
+      next.wanted.push_back(still.size());
+      next.tokens.push_back(g.tokens.back());
+      next.parents.push_back(first + row);
+      next.slots.push_back(rows.slots[row]);
+      next.past.push_back(rows.past[row]);
+      still.push_back(&g);
+    }
+    rows = std::move(next);
+    live = std::move(still);
+  }
+}
+
+// A draft model's guesses, ``counts`` for each request, below the rows of a first step. wanted: the
+// last row of each request. width: tokens that may be guessed. Returns, for each request, the
+// guesses and the distributions [count, width] they were drawn from (empty if they were not).
+std::vector<std::pair<Indices, Result>> draft(NativeModel& model, NativeCache& cache, Output& out,
+                                              const Indices& tokens, const Indices& parents,
+                                              const Indices& slots, const Indices& past,
+                                              const Indices& wanted, const Indices& counts,
+                                              const std::vector<Choice>& choices, size_t width) {
+  size_t requests = wanted.size();
+  require(counts.size() == requests && choices.size() == requests,
+          "wanted, counts and choices differ in length");
+  require(width >= 1 && width <= model.model().config.vocab, "width is from 1 to the vocabulary");
+  std::vector<Guesses> guesses;
+  for (size_t i = 0; i < requests; ++i) {
+    const auto& [temperature, top_k, top_p, min_p, numbers] = choices[i];
+    require(counts[i] >= 1 && (size_t)counts[i] <= cache.max_length(),
+            "a draft has from one token to as many as a slot holds");
+    require(numbers.empty() || numbers.size() == (size_t)counts[i], "a number for each guess");
+    guesses.push_back(
+        {(size_t)counts[i], truncation(temperature, top_k, top_p, min_p), numbers, {}, {}});
+  }
+  {
+    nb::gil_scoped_release free;
+    extend(model, cache, out, {tokens, parents, slots, past, wanted}, guesses, width);
+  }
+  std::vector<std::pair<Indices, Result>> drafts;
+  for (Guesses& g : guesses) drafts.emplace_back(g.tokens, rows_of(g.probs, width));
+  return drafts;
 }
 
 }  // namespace
@@ -307,7 +171,7 @@ NB_MODULE(_native, m) {
       .def(nb::init<nb::dict, nb::dict, int, const std::string&>(), nb::arg("config"),
            nb::arg("weights"), nb::arg("threads"), nb::arg("kernels") = "")
       .def("add_layer", &NativeModel::add_layer)
-      .def_prop_ro("kernels", &NativeModel::kernels)
+      .def_prop_ro("kernels", [](const NativeModel& m) { return std::string(m.kernels().name); })
       .def_prop_ro("bytes", &NativeModel::bytes);
   nb::class_<NativeCache>(m, "Cache")
       .def(nb::init<NativeModel&, size_t, size_t, bool>(), nb::keep_alive<1, 2>())
@@ -316,5 +180,8 @@ NB_MODULE(_native, m) {
   m.def("step", &run_step, nb::arg("model"), nb::arg("cache"), nb::arg("output"),
         nb::arg("tokens"), nb::arg("parents"), nb::arg("slots"), nb::arg("past"),
         nb::arg("wanted"), nb::arg("taps"), nb::arg("depth"));
+  m.def("draft", &draft, nb::arg("model"), nb::arg("cache"), nb::arg("output"), nb::arg("tokens"),
+        nb::arg("parents"), nb::arg("slots"), nb::arg("past"), nb::arg("wanted"),
+        nb::arg("counts"), nb::arg("choices"), nb::arg("width"));
   bind_rows(m);
 }

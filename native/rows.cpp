@@ -4,7 +4,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <cmath>
 #include <memory>
 
 #include "checks.h"
@@ -57,9 +56,7 @@ Result log_softmax_rows(const Rows2& rows, const std::string& kernels) {
 Result probability_rows(const Rows2& rows, float temperature, int64_t top_k, float top_p,
                         float min_p, const std::string& kernels) {
   const Kernels& k = best_kernels(kernels);
-  require(temperature >= 0 && std::isfinite(temperature), "temperature must be 0 or more");
-  require(top_p > 0 && top_p <= 1 && min_p >= 0 && min_p <= 1, "top_p or min_p is out of range");
-  Truncation t{temperature, top_k > 0 ? (size_t)top_k : 0, top_p, min_p};
+  Truncation t = truncation(temperature, top_k, top_p, min_p);
   std::vector<float> room;
   return each_row(rows,
                   [&](const float* x, size_t n, float* y) { probabilities(k, x, n, t, room, y); });

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <functional>
 
+#include "checks.h"
+
 namespace slip {
 
 namespace {
@@ -42,6 +44,12 @@ float last_of_nucleus(const float* weights, size_t n, double total, float share,
 }
 
 }  // namespace
+
+Truncation truncation(float temperature, int64_t top_k, float top_p, float min_p) {
+  require(temperature >= 0 && std::isfinite(temperature), "temperature must be 0 or more");
+  require(top_p > 0 && top_p <= 1 && min_p >= 0 && min_p <= 1, "top_p or min_p is out of range");
+  return {temperature, top_k > 0 ? (size_t)top_k : 0, top_p, min_p};
+}
 
 size_t argmax(const Kernels& kernels, const float* logits, size_t n) {
   float most = kernels.greatest(logits, n);

@@ -1,6 +1,7 @@
 // Rows of logits: the best token, the distribution that a request samples from, a draw from it.
 // The reference of each is in Python: sampling.py and noise.py.
 #pragma once
+#include <cstdint>
 #include <vector>
 
 #include "kernels.h"
@@ -13,6 +14,9 @@ struct Truncation {
   size_t top_k;
   float top_p, min_p;
 };
+
+// Checks the values that a user may have set; throws std::invalid_argument.
+Truncation truncation(float temperature, int64_t top_k, float top_p, float min_p);
 
 size_t argmax(const Kernels& kernels, const float* logits, size_t n);  // the first of the greatest
 void log_softmax(const Kernels& kernels, const float* logits, size_t n, float* out);

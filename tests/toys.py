@@ -65,7 +65,7 @@ class ToyRuntime:
         """Logits after a text, without the padding."""
         return self._row(tuple(zip(tokens, range(len(tokens)), strict=True))).tolist()
 
-    def step(self, batch: Sequence[StepRows], cache: Cache) -> StepOutput:
+    def step(self, batch: Sequence[StepRows], cache: Cache, taps: Sequence[int] = ()) -> StepOutput:
         self.calls.append(list(batch))
         width = max(len(rows.tokens) for rows in batch)
         keys = torch.full((len(batch), 1, width, 1), -1.0, dtype=torch.float64)

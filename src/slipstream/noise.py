@@ -39,7 +39,11 @@ class Noise:
 
     def sample_draft(self, probs: Tensor, position: int, sibling: int = 0) -> int:
         """A token of a drafter's distribution ``probs`` [V]; sibling counts draws at a place."""
-        return inverse_cdf(probs, self._uniform(DRAFT, position, sibling))
+        return inverse_cdf(probs, self.draft_number(position, sibling))
+
+    def draft_number(self, position: int, sibling: int = 0) -> float:
+        """The number in [0, 1) that ``sample_draft`` draws with."""
+        return self._uniform(DRAFT, position, sibling)
 
     def _uniform(self, purpose: int, position: int, sibling: int = 0) -> float:
         step = 0 if purpose == TARGET else self.step

@@ -109,10 +109,12 @@ class StepOutput:
 
     logits: [N, V], at least float32: the rows asked for, request after request.
     new_kv: KV of the step's tokens, as the runtime's own cache takes it.
+    features: [R, taps, hidden] of all R rows, request after request; None without taps.
     """
 
     logits: Tensor
     new_kv: Any
+    features: Tensor | None = None
 
 
 @dataclass(frozen=True)

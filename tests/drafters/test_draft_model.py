@@ -1,6 +1,7 @@
 from typing import Any
 
 import pytest
+import tiny_llm
 import torch
 from toys import ToyRuntime, committed, drain, request_of, target_of, toy_engine
 
@@ -11,6 +12,7 @@ from slipstream.drafters import draft_model as module
 from slipstream.drafters.draft_model import DraftModelConfig, DraftModelDrafter
 from slipstream.errors import SlipstreamError
 from slipstream.request import Request
+from slipstream.runtimes import native
 
 VOCAB = 5
 MODEL = ToyRuntime(VOCAB, seed=3)
@@ -92,6 +94,44 @@ def test_a_draft_does_not_depend_on_its_neighbours(sampled: bool) -> None:
         (alone,) = drafter(sampled=sampled).propose([request_of(text, 0, seed=7)], [budget])
         assert list(alone.tokens) == list(draft.tokens)
         assert len(draft) == budget
+
+
+@pytest.mark.skipif(native.MISSING is not None, reason=str(native.MISSING))
+def test_one_native_call_guesses_what_single_steps_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and distributions, to the last bit, over several turns, with neighbours that can't go
+    along in the call."""
+    model = tiny_llm.llm().model
+    target = target_of(model.vocab_size)
+    sampling_params: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 5, "top_p": 0.8, "min_p": 0.01},
+        {"temperature": 1.0, "repetition_penalty": 1.3},
+    ]
+    prompts = [[40, 41, 42], [50], [60, 61], [70, 40, 40]]
+    budgets = [4, 1, 3, 2]
+
+    def drafts(one_call: bool) -> list[Any]:
+        d = DraftModelDrafter(model.runtime, target, sampled=True)
+        if not one_call:
+            monkeypatch.setattr(d, "_in_one_call", lambda request: False)
+        requests = [
+            request_of(p, i, seed=i, **params)
+            for i, (p, params) in enumerate(zip(prompts, sampling_params, strict=True))
+        ]
+        made: list[Any] = []
+        for turn in range(3):
+            for draft in d.propose(requests, budgets[turn:] + budgets[:turn]):
+                made.append((list(draft.tokens), draft.draft_probs))
+            for request in requests:
+                request.tokens += [45 + turn, 50]
+            d._cache.check()
+        return made
+
+    for (tokens, probs), (want_tokens, want_probs) in zip(drafts(True), drafts(False), strict=True):
+        assert tokens == want_tokens
+        assert (probs is None) == (want_probs is None)
+        assert probs is None or torch.equal(probs, want_probs)
 
 
 def test_budget_zero_costs_nothing() -> None:

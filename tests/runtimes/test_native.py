@@ -99,6 +99,25 @@ def test_logits_are_those_of_torch(name: str) -> None:
         torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_features_are_those_of_torch(name: str) -> None:
+    """Of every layer, over committed KV, a tree and two requests at once."""
+    (batch, kept), _, (trees, _), _ = schedule(text(40))
+    taps = [3, 0, 2, 1]
+    found = []
+    for of in (runtime(name), reference(name)):
+        cache = of.new_cache(3, 64)
+        for _ in range(3):
+            cache.allocate()
+        cache.commit(of.step(batch, cache), [0], kept)
+        found.append(of.step(trees, cache, taps).features)
+        assert of.step(trees, cache).features is None
+    got, want = found
+    assert got is not None
+    assert got.shape == (9, 4, 64)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
+
+
 @pytest.mark.parametrize("precision", FORMATS)
 @pytest.mark.parametrize("name", NAMES)
 def test_threads_and_instruction_sets_change_no_bit(name: str, precision: str) -> None:

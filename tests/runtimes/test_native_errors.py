@@ -278,3 +278,44 @@ def test_a_step_gives_numbers_or_an_error(arguments: list[Any]) -> None:
         assert features.shape == (len(arguments[0]) * len(arguments[5]), 32)
         assert np.isfinite(logits).all()
     assert np.array_equal(hostile.read(model, cache, 1, 40).logits(hostile.VOCAB), want)
+
+
+@st.composite
+def draft_calls(draw: st.DrawFn) -> list[Any]:
+    """The arguments of a draft: sound ones, up to two of which are replaced."""
+    step = draw(calls())[:5]
+    requests = len(step[4])
+    counts = [draw(st.integers(1, 4)) for _ in range(requests)]
+    choices = [
+        (0.8, 3, 0.9, 0.01, [0.5] * count if draw(st.booleans()) else []) for count in counts
+    ]
+    arguments = [*step, counts, choices, draw(st.integers(1, hostile.VOCAB))]
+    for _ in range(draw(st.integers(0, 2))):
+        which = draw(st.integers(0, 2))
+        if which == 0:
+            arguments[5] = draw(st.lists(numbers, max_size=3))
+        elif which == 1:
+            odd = draw(st.sampled_from([-1.0, 0.0, 2.0, float("nan"), float("inf")]))
+            drawn = draw(st.lists(st.sampled_from([-1.0, 0.0, 1.0, 2.0, float("nan")]), max_size=3))
+            arguments[6] = [(odd, draw(numbers), odd, odd, drawn)] * requests
+        else:
+            arguments[7] = draw(numbers)
+    return arguments
+
+
+@built
+@settings(max_examples=300)
+@given(arguments=draft_calls())
+def test_a_draft_gives_tokens_or_an_error(arguments: list[Any]) -> None:
+    model, cache, want = reading()
+    try:
+        drafts = hostile.native.draft(model, cache, hostile.native.Output(), *arguments)
+    except WRONG:
+        pass
+    else:
+        counts, choices, width = arguments[5:]
+        for (tokens, probs), count, choice in zip(drafts, counts, choices, strict=True):
+            assert len(tokens) == count
+            assert all(0 <= token < width for token in tokens)
+            assert probs.shape == (len(choice[4]), width)
+    assert np.array_equal(hostile.read(model, cache, 1, 40).logits(hostile.VOCAB), want)

@@ -295,3 +295,17 @@ def test_broken_weights_are_named(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(SlipstreamError, match="my-model"):
         module.load(folder, name="my-model", config=RuntimeConfig(device="cpu"))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_features_are_transformers_hidden_states(name: str) -> None:
+    """The input of each layer; what the last layer gives has no norm yet, and is not among them."""
+    runtime, tokens = pair(name).runtime, text(9, seed=4)
+    with torch.inference_mode():
+        states = pair(name).reference(torch.tensor([tokens]), output_hidden_states=True)
+    cache = runtime.new_cache(1, 16)
+    output = runtime.step([rows(cache.allocate(), tokens)], cache, [2, 0, 1, 3])
+    assert output.features is not None
+    assert output.features.shape[:2] == (9, 4)
+    for at, layer in ((0, 2), (1, 0), (2, 1)):
+        assert_close(output.features[:, at], states.hidden_states[layer][0])

@@ -20,7 +20,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.models.vocabulary import check_same_vocabulary
 from slipstream.request import Request
 from slipstream.runtimes import Runtime
-from slipstream.types import Draft, chain, chain_rows
+from slipstream.runtimes.native import Choice, NativeRuntime
+from slipstream.types import Draft, StepOutput, StepRows, chain, chain_rows
 
 _CHUNK = 512  # rows of a prefill step
 
@@ -75,12 +76,46 @@ class DraftModelDrafter:
             min(budget, self._max_length - len(request.tokens))
             for request, budget in zip(requests, budgets, strict=True)
         ]
-        for request, count in zip(requests, wanted, strict=True):
+        drafts = [Draft()] * len(requests)
+        at_once: list[int] = []
+        by_steps: list[int] = []
+        for i, (request, count) in enumerate(zip(requests, wanted, strict=True)):
             if count > 0:
                 self._prefill(request)
+                (at_once if self._in_one_call(request) else by_steps).append(i)
+        for group, draft in ((at_once, self._draft_at_once), (by_steps, self._draft_by_steps)):
+            some = draft([requests[i] for i in group], [wanted[i] for i in group])
+            for i, made in zip(group, some, strict=True):
+                drafts[i] = made
+        return drafts
+
+    def _in_one_call(self, request: Request) -> bool:
+        """Whether the native step can choose this request's guesses itself."""
+        plain = not (request.params.logit_bias or request.params.has_penalties)
+        return isinstance(self._runtime, NativeRuntime) and plain
+
+    def _draft_at_once(self, requests: Sequence[Request], wanted: Sequence[int]) -> list[Draft]:
+        if not requests:
+            return []
+        assert isinstance(self._runtime, NativeRuntime)
+        batch = [self._rows(request, []) for request in requests]
+        choices = [self._choice(*pair) for pair in zip(requests, wanted, strict=True)]
+        output, made = self._runtime.draft(batch, self._cache, wanted, choices, self._vocab_size)
+        self._commit(batch, [len(rows.tokens) - 1 for rows in batch], output)
+        return [chain(tokens, probs if len(probs) else None) for tokens, probs in made]
+
+    def _choice(self, request: Request, count: int) -> Choice:
+        if not self._draws(request):
+            return Choice(params=request.params)
+        start = len(request.tokens)
+        numbers = [request.noise.draft_number(start + i) for i in range(count)]
+        return Choice(params=request.params, numbers=numbers)
+
+    def _draft_by_steps(self, requests: Sequence[Request], wanted: Sequence[int]) -> list[Draft]:
+        """The same step by step: for other runtimes, penalties and biases, and as the reference."""
         guesses: list[list[int]] = [[] for _ in requests]
         probs: list[list[Tensor]] = [[] for _ in requests]
-        for depth in range(max(wanted)):
+        for depth in range(max(wanted, default=0)):
             live = [i for i, count in enumerate(wanted) if count > depth]
             logits = self._step([requests[i] for i in live], [guesses[i] for i in live])
             for i, row in zip(live, logits, strict=True):
@@ -101,16 +136,20 @@ class DraftModelDrafter:
 
     def _step(self, requests: Sequence[Request], guesses: Sequence[Sequence[int]]) -> Tensor:
         """[B, V]: logits after the guesses so far; commits the known tokens but the newest."""
-        batch, kept = [], []
-        for request, guess in zip(requests, guesses, strict=True):
-            slot = self._slots[request.request_id]
-            known = request.tokens[self._cache.lengths[slot] :]
-            last = len(known) + len(guess) - 1
-            batch.append(chain_rows(slot, [*known, *guess], logit_rows=[last]))
-            kept.append(range(len(known) - 1))
+        batch = [self._rows(*pair) for pair in zip(requests, guesses, strict=True)]
         output = self._runtime.step(batch, self._cache)
-        self._cache.commit(output, [rows.slot for rows in batch], kept)
+        known = [len(rows.tokens) - len(g) - 1 for rows, g in zip(batch, guesses, strict=True)]
+        self._commit(batch, known, output)
         return output.logits[:, : self._vocab_size]
+
+    def _rows(self, request: Request, guesses: Sequence[int]) -> StepRows:
+        """Known tokens that are not committed yet, then the guesses."""
+        slot = self._slots[request.request_id]
+        tokens = [*request.tokens[self._cache.lengths[slot] :], *guesses]
+        return chain_rows(slot, tokens, logit_rows=[len(tokens) - 1])
+
+    def _commit(self, batch: Sequence[StepRows], counts: Sequence[int], output: StepOutput) -> None:
+        self._cache.commit(output, [rows.slot for rows in batch], [range(n) for n in counts])
 
     def _guess(
         self, request: Request, logits: Tensor, guesses: list[int], probs: list[Tensor]
@@ -123,10 +162,13 @@ class DraftModelDrafter:
             suffixes=[guesses],
             stop_ids=(),
         )
-        if params.greedy or not self._sampled:
+        if not self._draws(request):
             guesses += sampling.choose_greedy(logits[None], params, context)
             return
         row = sampling.target_probs(logits[None], params, context)[0]
         position = len(request.tokens) + len(guesses)
         guesses.append(request.noise.sample_draft(row, position))
         probs.append(row)
+
+    def _draws(self, request: Request) -> bool:
+        return self._sampled and not request.params.greedy

@@ -172,6 +172,9 @@ class FunctionalModel:
         self._rows: tuple[Tensor, Tensor] | None = None
         head = model.get_output_embeddings()
         head.register_forward_pre_hook(self._select_rows)
+        self._taps: Sequence[int] = ()
+        self._tapped: dict[int, Tensor] = {}
+        self._tap_layers()
 
     def _select_rows(self, _: torch.nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         """Before the head: [B, Q, hidden] → [1, N, hidden], the rows asked for."""
@@ -180,10 +183,37 @@ class FunctionalModel:
         batch, row = self._rows
         return (args[0][batch, row].unsqueeze(0),)
 
+    def _tap_layers(self) -> None:
+        """Have each layer's input, and the last one's output, put where ``forward`` finds it."""
+        count = self.model.config.get_text_config().num_hidden_layers
+        lists = (m for m in self.model.modules() if isinstance(m, torch.nn.ModuleList))
+        layers = next((found for found in lists if len(found) == count), ())
+
+        def keep(tap: int, hidden: Tensor) -> None:
+            if tap in self._taps:
+                self._tapped[tap] = hidden
+
+        for i, layer in enumerate(layers):
+            layer.register_forward_pre_hook(
+                lambda _, args, kwargs, i=i: keep(i, args[0] if args else kwargs["hidden_states"]),
+                with_kwargs=True,
+            )
+            if i + 1 == count:
+                layer.register_forward_hook(
+                    lambda _, args, out: keep(count, out[0] if isinstance(out, tuple) else out)
+                )
+
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, context: StepContext, rows: tuple[Tensor, Tensor]) -> Tensor:
-        """tokens: [B, Q]. rows: the batch and row index of each of N rows. Returns [N, V]."""
-        self._rows = rows
+    def forward(
+        self,
+        tokens: Tensor,
+        context: StepContext,
+        rows: tuple[Tensor, Tensor],
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """tokens: [B, Q]. rows: the batch and row index of each of N rows. Returns logits [N, V]
+        and, of the layers tapped, features [B, Q, taps, hidden]."""
+        self._rows, self._taps, self._tapped = rows, taps, {}
         try:
             output = self.model(
                 input_ids=tokens,
@@ -195,7 +225,14 @@ class FunctionalModel:
             self._rows = None
         self.windows |= context.windows
         logits: Tensor = output.logits[0]
-        return logits if logits.dtype == torch.float64 else logits.float()
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if not taps:
+            return logits, None
+        if len(self._tapped) < len(set(taps)):
+            raise SlipstreamError(
+                f"{type(self.model).__name__} has no layers that can be tapped at {list(taps)}"
+            )
+        return logits, torch.stack([self._tapped[tap] for tap in taps], 2)
 
     @torch.inference_mode()
     def own_logits(self, tokens: Tensor) -> Tensor:

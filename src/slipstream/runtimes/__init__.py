@@ -27,6 +27,10 @@ class Runtime(Protocol):
         """An empty cache of this model's layers."""
         ...
 
-    def step(self, batch: Sequence[StepRows], cache: Cache) -> StepOutput:
-        """One forward pass over the rows of every request, each under its own tree mask."""
+    def step(self, batch: Sequence[StepRows], cache: Cache, taps: Sequence[int] = ()) -> StepOutput:
+        """One forward pass over the rows of every request, each under its own tree mask.
+
+        taps: layers whose input is asked for as ``features``; the number of layers stands for what
+        the last one gives, before the last norm.
+        """
         ...

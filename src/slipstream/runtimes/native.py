@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.cache import Cache
-from slipstream.config import RuntimeConfig
+from slipstream.config import RuntimeConfig, SamplingParams
 from slipstream.errors import SlipstreamError
 from slipstream.extension import MISSING
 from slipstream.extension import native as _native
@@ -81,6 +81,7 @@ class NativeRuntime:
         kernels: str = "",
     ) -> None:
         self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
         self.max_length: int = context_length(config)
         self.threads = options.threads or physical_cores()
         self._narrow = options.kv_cache_dtype == "bfloat16"
@@ -103,37 +104,75 @@ class NativeRuntime:
     def new_cache(self, slots: int, max_length: int) -> NativeCache:
         return NativeCache(self._model, slots=slots, max_length=max_length, narrow=self._narrow)
 
-    def step(self, batch: Sequence[StepRows], cache: Cache) -> StepOutput:
+    def step(self, batch: Sequence[StepRows], cache: Cache, taps: Sequence[int] = ()) -> StepOutput:
         assert isinstance(cache, NativeCache)
+        rows, output = _Rows(batch, cache), _native.Output()
+        _native.step(self._model, cache.native, output, *rows.columns, list(taps), self.layers)
+        logits = torch.from_numpy(output.logits(self.vocab_size))
+        features = None
+        if taps:
+            flat = torch.from_numpy(output.features(self.hidden_size))
+            features = flat.view(-1, len(taps), self.hidden_size)
+        kv = NativeKV(output=output, starts=rows.starts)
+        return StepOutput(logits=logits, new_kv=kv, features=features)
+
+    def draft(
+        self,
+        batch: Sequence[StepRows],
+        cache: Cache,
+        counts: Sequence[int],
+        choices: Sequence[Choice],
+        vocab_size: int,
+    ) -> tuple[StepOutput, list[tuple[list[int], Tensor]]]:
+        """As a draft model: ``counts[i]`` further tokens after the rows of request i, in one call.
+
+        batch: the last row of each request is the one whose logits are asked for. Returns the
+        KV of all rows, without logits, and for each request its guesses with the distributions
+        [count, vocab_size] they were drawn from ([0, vocab_size]: they are the most probable
+        tokens).
+        """
+        assert isinstance(cache, NativeCache)
+        rows, output = _Rows(batch, cache), _native.Output()
+        chosen = [
+            (c.params.temperature, c.params.top_k, c.params.top_p, c.params.min_p, list(c.numbers))
+            for c in choices
+        ]
+        drafts = _native.draft(
+            self._model, cache.native, output, *rows.columns, list(counts), chosen, vocab_size
+        )
+        none = torch.empty(0, self.vocab_size)
+        step = StepOutput(logits=none, new_kv=NativeKV(output=output, starts=rows.starts))
+        return step, [(tokens, torch.from_numpy(probs)) for tokens, probs in drafts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How guesses are chosen. numbers: one in [0, 1) a guess, to draw it with; none for the most
+    probable tokens."""
+
+    params: SamplingParams
+    numbers: Sequence[float] = ()
+
+
+class _Rows:
+    """A batch as the extension takes it. starts: for each request its first row."""
+
+    def __init__(self, batch: Sequence[StepRows], cache: Cache) -> None:
         tokens: list[int] = []
         parents: list[int] = []
         slots: list[int] = []
         past: list[int] = []
         wanted: list[int] = []
-        starts: list[int] = []
+        self.starts: list[int] = []
+        self.columns = (tokens, parents, slots, past, wanted)
         for rows in batch:
             start, count = len(tokens), len(rows.tokens)
-            starts.append(start)
+            self.starts.append(start)
             tokens += rows.tokens
             parents += [start + p if p >= 0 else p for p in rows.parents]
             slots += [rows.slot] * count
             past += [cache.lengths[rows.slot]] * count
             wanted += [start + r for r in rows.logit_rows]
-        output = _native.Output()
-        _native.step(
-            self._model,
-            cache.native,
-            output,
-            tokens,
-            parents,
-            slots,
-            past,
-            wanted,
-            [],
-            self.layers,
-        )
-        logits = torch.from_numpy(output.logits(self.vocab_size))
-        return StepOutput(logits=logits, new_kv=NativeKV(output=output, starts=starts))
 
 
 class _Packer:

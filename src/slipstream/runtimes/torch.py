@@ -56,11 +56,11 @@ class TorchRuntime:
             device=self._model.device,
         )
 
-    def step(self, batch: Sequence[StepRows], cache: Cache) -> StepOutput:
+    def step(self, batch: Sequence[StepRows], cache: Cache, taps: Sequence[int] = ()) -> StepOutput:
         assert isinstance(cache, TorchCache)
         slots = [rows.slot for rows in batch]
         keys, values = cache.view(slots)
-        return self._run(batch, [cache.lengths[slot] for slot in slots], keys, values)
+        return self._run(batch, [cache.lengths[slot] for slot in slots], keys, values, taps)
 
     def check_against_transformers(self) -> None:
         """Compare a few tokens with the model's own attention; raise if the logits differ."""
@@ -91,6 +91,7 @@ class TorchRuntime:
         lengths: Sequence[int],
         keys: Sequence[Tensor] | None,
         values: Sequence[Tensor] | None,
+        taps: Sequence[int] = (),
     ) -> StepOutput:
         width = max(len(rows.tokens) for rows in batch)
         tokens = np.zeros((len(batch), width), dtype=np.int64)
@@ -111,7 +112,12 @@ class TorchRuntime:
             tree=self._tensor(mask),
         )
         picked = self._tensor(np.array(wanted, dtype=np.int64).reshape(-1, 2)).T
-        logits = self._model.forward(self._tensor(tokens), context, (picked[0], picked[1]))
+        logits, tapped = self._model.forward(
+            self._tensor(tokens), context, (picked[0], picked[1]), taps
+        )
+        features = None
+        if tapped is not None:
+            features = torch.cat([tapped[b, : len(rows.tokens)] for b, rows in enumerate(batch)])
         order = range(self._layer_count)
         return StepOutput(
             logits=logits,
@@ -119,6 +125,7 @@ class TorchRuntime:
                 keys=[context.new_keys[i] for i in order],
                 values=[context.new_values[i] for i in order],
             ),
+            features=features,
         )
 
     def _tensor(self, data: Any) -> Tensor:

@@ -1,0 +1,71 @@
+// Model and cache as Python holds them: everything is checked here, so that no input can crash the
+// process.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "checks.h"
+#include "step.h"
+
+namespace slip {
+
+using Indices = std::vector<int64_t>;
+
+class NativeModel {
+ public:
+  NativeModel(nanobind::dict config, nanobind::dict weights, int threads,
+              const std::string& kernels);
+  void add_layer(nanobind::dict weights, size_t window, size_t rotary);
+  const Model& model() const { return model_; }
+  const Kernels& kernels() const { return step_->kernels(); }
+  size_t bytes() const {
+    size_t total = model_.embedding->bytes();
+    if (model_.head != model_.embedding) total += model_.head->bytes();
+    for (const Layer& l : model_.layers)
+      total += l.qkv->bytes() + l.out->bytes() + l.up->bytes() + l.down->bytes();
+    return total;
+  }
+  void run(const Batch& batch, const Cache& cache, Output& out) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    step_->run(batch, cache, out);
+  }
+
+ private:
+  Model model_;
+  std::unique_ptr<Step> step_;
+  std::mutex mutex_;  // a step's room is the model's: one at a time
+};
+
+class NativeCache {
+ public:
+  NativeCache(NativeModel& model, size_t slots, size_t max_length, bool narrow)
+      : model_(model), max_length_(max_length), layers_(model.model().layers.size()),
+        cache_(model.model(), slots, narrow) {
+    require(slots >= 1 && max_length >= 1, "a cache needs a slot and room");
+    require(max_length < (size_t)1 << 31, "max_length is out of range");
+  }
+  const Cache& get() const { return cache_; }
+  size_t bytes() const { return cache_.bytes(); }
+  size_t max_length() const { return max_length_; }
+  // A layer that came later has no storage here.
+  bool fits(const NativeModel& model) const {
+    return &model == &model_ && model.model().layers.size() == layers_;
+  }
+
+  // Append rows of a step to slots that hold ``lengths`` tokens; a request each. Room comes first:
+  // an error leaves the cache as it was, as far as can be seen.
+  void commit(const Output& output, const Indices& slots, const Indices& lengths,
+              const std::vector<Indices>& rows);
+
+ private:
+  static constexpr size_t kFirst = 256;  // tokens of room at first
+  NativeModel& model_;
+  size_t max_length_, layers_;
+  Cache cache_;
+};
+
+}  // namespace slip
