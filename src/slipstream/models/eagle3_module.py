@@ -1,0 +1,127 @@
+"""The forward pass of an EAGLE-3 head on PyTorch: training, GPUs, and the reference on CPUs.
+
+Shapes: B requests · Q rows · T rows of KV before them · h hidden · F layers tapped · d draft
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slipstream.models.eagle3 import Eagle3Config
+
+KV = tuple[Tensor, Tensor]  # keys and values, [B, kv_heads, T, D]
+
+
+class Eagle3Module(nn.Module):
+    """Parameters have the names of ``Eagle3Config.shapes``; the embedding is the target's own.
+
+    embedding: [V, h], frozen.
+    """
+
+    embedding: Tensor
+
+    def __init__(self, config: Eagle3Config, embedding: Tensor) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear((len(config.taps) or 3) * config.target_hidden, config.hidden, False)
+        self.layers = nn.ModuleList([_Layer(config)])
+        self.norm = nn.RMSNorm(config.hidden, config.eps)
+        self.lm_head = nn.Linear(config.hidden, config.draft_vocab, False)
+        self.register_buffer("embedding", embedding, persistent=False)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features, [..., F·h] → [..., h]."""
+        fused: Tensor = self.fc(features)
+        return fused
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, seen: Tensor, past: KV | None
+    ) -> tuple[Tensor, KV]:
+        """One pass of the layer.
+
+        tokens, positions: [B, Q]. hidden: [B, Q, h], of the position before each token: fused
+        features, or what this returned for the row's parent. seen: bool, broadcast to
+        [B, 1, Q, T + Q]. Returns the hidden states [B, Q, h], not normed, and the KV of all rows.
+        """
+        embedded = functional.embedding(tokens, self.embedding)
+        out: tuple[Tensor, KV] = self.layers[0](embedded, hidden, positions, seen, past)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., h] → [..., d], over the draft vocabulary."""
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.hidden_norm = nn.RMSNorm(config.hidden, config.eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden, config.eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden, config.eps)
+        self.self_attn = _Attention(config)
+        self.mlp = _MLP(config)
+        self._normed_residual = config.norm_before_residual
+
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor, seen: Tensor, past: KV | None
+    ) -> tuple[Tensor, KV]:
+        normed = self.hidden_norm(hidden)
+        residual = normed if self._normed_residual else hidden
+        both = torch.cat([self.input_layernorm(embedded), normed], -1)
+        attended, kv = self.self_attn(both, positions, seen, past)
+        hidden = residual + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), kv
+
+
+class _Attention(nn.Module):
+    _frequencies: Tensor
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self._dim = config.dim
+        query, kv = config.heads * config.dim, config.kv_heads * config.dim
+        self.q_proj = nn.Linear(2 * config.hidden, query, False)
+        self.k_proj = nn.Linear(2 * config.hidden, kv, False)
+        self.v_proj = nn.Linear(2 * config.hidden, kv, False)
+        self.o_proj = nn.Linear(query, config.hidden, False)
+        steps = torch.arange(0, config.dim, 2, dtype=torch.float32) / config.dim
+        self.register_buffer("_frequencies", config.rope_theta**-steps, persistent=False)
+
+    def forward(
+        self, x: Tensor, positions: Tensor, seen: Tensor, past: KV | None
+    ) -> tuple[Tensor, KV]:
+        """x: [B, Q, 2h]."""
+        query, key, value = (
+            part(x).unflatten(-1, (-1, self._dim)).transpose(1, 2)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        angles = positions[:, None, :, None] * self._frequencies  # [B, 1, Q, D/2]
+        cosine, sine = angles.cos(), angles.sin()
+        query, key = _rotate(query, cosine, sine), _rotate(key, cosine, sine)
+        if past is not None:
+            key, value = torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, enable_gqa=True
+        )
+        return self.o_proj(mixed.transpose(1, 2).flatten(2)), (key, value)
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden, config.inner, False)
+        self.up_proj = nn.Linear(config.hidden, config.inner, False)
+        self.down_proj = nn.Linear(config.inner, config.hidden, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
