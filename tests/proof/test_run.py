@@ -109,20 +109,21 @@ def a_wrong_token_is_accepted(patch: pytest.MonkeyPatch) -> None:
 
 def draft_probs_are_raw(patch: pytest.MonkeyPatch) -> None:
     """The drafter draws at the request's temperature and reports the distribution without it."""
-    guess = DraftModelDrafter._guess
+    propose = DraftModelDrafter.propose
+
+    def without_temperature(request: Request, draft: Draft) -> Draft:
+        if draft.draft_probs is None:
+            return draft
+        raw = draft.draft_probs**request.params.temperature
+        return replace(draft, draft_probs=raw / raw.sum(-1, keepdim=True))
 
     def reported(
-        self: DraftModelDrafter,
-        request: Request,
-        logits: Tensor,
-        guesses: list[int],
-        probs: list[Tensor],
-    ) -> None:
-        guess(self, request, logits, guesses, probs)
-        if probs:
-            probs[-1] = logits.softmax(-1)
+        self: DraftModelDrafter, requests: Sequence[Request], budgets: Sequence[int]
+    ) -> list[Draft]:
+        drafts = propose(self, requests, budgets)
+        return [without_temperature(*pair) for pair in zip(requests, drafts, strict=True)]
 
-    patch.setattr(DraftModelDrafter, "_guess", reported)
+    patch.setattr(DraftModelDrafter, "propose", reported)
 
 
 def _bonus_from(row: Callable[[Draft, Tensor], Tensor]) -> Plant:
