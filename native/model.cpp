@@ -99,7 +99,8 @@ struct Source {
 
 }  // namespace
 
-NativeModel::NativeModel(nb::dict config, nb::dict weights, int threads, const std::string& kernels) {
+NativeModel::NativeModel(nb::dict config, nb::dict weights, int threads,
+                         const std::string& kernels) {
   require(threads >= 1 && threads <= 1024, "threads must be from 1 to 1024");
   auto size = [&](const char* name) {
     auto v = as<int64_t>(config[name], name);
@@ -169,7 +170,7 @@ void NativeModel::add_layer(nb::dict weights, size_t window, size_t rotary) {
 }
 
 void NativeCache::commit(const Output& output, const Indices& slots, const Indices& lengths,
-            const std::vector<Indices>& rows) {
+                         const std::vector<Indices>& rows) {
   size_t layers = model_.model().layers.size();
   size_t kv = model_.model().config.kv_heads * model_.model().config.dim;
   require(slots.size() == lengths.size() && slots.size() == rows.size(),

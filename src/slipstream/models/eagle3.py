@@ -54,6 +54,11 @@ class Eagle3Config:
     norm_before_residual: bool = False
     verifier: str = ""
 
+    @property
+    def features(self) -> int:
+        """F·h of the target: what ``fc`` takes. Three layers where ``taps`` doesn't tell."""
+        return (len(self.taps) or 3) * self.target_hidden
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Tensors that every head has."""
         h, query, kv = self.hidden, self.heads * self.dim, self.kv_heads * self.dim
@@ -70,7 +75,7 @@ class Eagle3Config:
             "mlp.down_proj.weight": (h, self.inner),
         }
         outer = {
-            "fc.weight": (h, (len(self.taps) or 3) * self.target_hidden),
+            "fc.weight": (h, self.features),
             "norm.weight": (h,),
             "lm_head.weight": (self.draft_vocab, h),
             "d2t": (self.draft_vocab,),
@@ -205,8 +210,7 @@ def _check_maps(config: Eagle3Config, tensors: Mapping[str, Tensor], name: str) 
     ids = Eagle3Weights(config=config, tensors=tensors).target_ids
     if not bool(((ids >= 0) & (ids < config.vocab)).all()):
         raise SlipstreamError(f"{name}: d2t leads out of the vocabulary of {config.vocab} tokens")
-    mask = torch.zeros(config.vocab, dtype=torch.bool)
-    mask[ids] = True
+    mask = _mask(ids, config.vocab)
     if int(mask.sum()) != config.draft_vocab:
         raise SlipstreamError(f"{name}: d2t leads to the same token twice")
     if not torch.equal(mask, tensors["t2d"].bool()):
@@ -217,9 +221,13 @@ def vocabulary_maps(ids: Sequence[int], vocab: int) -> tuple[Tensor, Tensor]:
     """(d2t, t2d) of a draft vocabulary, its target ids ascending."""
     used = torch.tensor(list(ids), dtype=torch.int64)
     assert bool((used[1:] > used[:-1]).all())
+    return used - torch.arange(len(used)), _mask(used, vocab)
+
+
+def _mask(ids: Tensor, vocab: int) -> Tensor:
     mask = torch.zeros(vocab, dtype=torch.bool)
-    mask[used] = True
-    return used - torch.arange(len(used)), mask
+    mask[ids] = True
+    return mask
 
 
 def write(folder: Path, head: Eagle3Weights, *, speculative_tokens: int) -> None:

@@ -26,7 +26,7 @@ class Eagle3Module(nn.Module):
     def __init__(self, config: Eagle3Config, embedding: Tensor) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear((len(config.taps) or 3) * config.target_hidden, config.hidden, False)
+        self.fc = nn.Linear(config.features, config.hidden, False)
         self.layers = nn.ModuleList([_Layer(config)])
         self.norm = nn.RMSNorm(config.hidden, config.eps)
         self.lm_head = nn.Linear(config.hidden, config.draft_vocab, False)
