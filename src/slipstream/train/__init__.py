@@ -1,0 +1,1 @@
+"""Training of Medusa and EAGLE-3 heads for a user's own model."""
