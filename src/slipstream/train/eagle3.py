@@ -1,0 +1,222 @@
+"""Training of an EAGLE-3 head: where it starts, and its loss with training-time test.
+
+Li et al. 2025, arXiv 2503.01840. At inference a head goes on from its own hidden states; training
+does the same: pass i takes what pass i - 1 gave, one position further.
+
+Shapes: B conversations · T rows · F layers tapped · h hidden · d draft vocabulary · N rows that
+count · S passes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from slipstream.models.eagle3 import Eagle3Config, Eagle3Weights, vocabulary_maps
+from slipstream.models.eagle3_module import Eagle3Module
+from slipstream.train.features import Example
+from slipstream.train.target import TargetParts
+from slipstream.train.text import Conversation
+
+_DECAY = 0.8  # weight of each further pass
+_NEW_SCALE = 0.02  # of weights that the target has nothing for
+
+
+def draft_vocabulary(conversations: Sequence[Conversation], size: int) -> list[int]:
+    """The commonest tokens of the answers, ascending."""
+    counts = Counter(token for c in conversations for token in c.answer)
+    common = sorted(counts, key=lambda token: (-counts[token], token))[:size]
+    return sorted(common)
+
+
+def config_of(target: TargetParts, taps: Sequence[int], draft_vocab: int) -> Eagle3Config:
+    """A head as wide as its target's layers."""
+    shape = target.config
+    return Eagle3Config(
+        hidden=shape.hidden_size,
+        target_hidden=shape.hidden_size,
+        heads=shape.num_attention_heads,
+        kv_heads=shape.num_key_value_heads,
+        dim=shape.head_dim,
+        inner=shape.intermediate_size,
+        vocab=shape.vocab_size,
+        draft_vocab=draft_vocab,
+        taps=tuple(taps),
+        eps=shape.rms_norm_eps,
+        rope_theta=shape.rope_parameters["rope_theta"],
+        max_length=shape.max_position_embeddings,
+        verifier=target.name,
+    )
+
+
+def initial(target: TargetParts, config: Eagle3Config, ids: Sequence[int]) -> Eagle3Module:
+    """A head that begins as the target's last layer on the topmost feature.
+
+    Its rows of the LM head are the target's; only what looks at the next token's embedding is new.
+    """
+    module = Eagle3Module(config, target.embedding)
+    h, layer = config.hidden, target.layer
+    state = {name: value for name, value in module.state_dict().items()}
+    for name in state.keys() & {f"layers.0.{n}" for n in layer}:
+        if state[name].shape == layer[name.removeprefix("layers.0.")].shape:
+            state[name] = layer[name.removeprefix("layers.0.")]
+    for part in "qkv":
+        name = f"self_attn.{part}_proj.weight"
+        new = _NEW_SCALE * torch.randn_like(layer[name])
+        state["layers.0." + name] = torch.cat([new, layer[name]], 1)
+    state["layers.0.hidden_norm.weight"] = layer["input_layernorm.weight"]
+    state["layers.0.input_layernorm.weight"] = torch.ones(h)
+    state["fc.weight"] = _NEW_SCALE * torch.randn(h, config.features) / config.features**0.5
+    state["fc.weight"][:, -h:] += torch.eye(h)
+    state["norm.weight"] = target.norm
+    state["lm_head.weight"] = target.lm_head[torch.tensor(ids)]
+    module.load_state_dict(state)
+    return module
+
+
+def weights_of(module: Eagle3Module, ids: Sequence[int], dtype: torch.dtype) -> Eagle3Weights:
+    """What is written to disk."""
+    tensors = {name: p.detach().to("cpu", dtype) for name, p in module.named_parameters()}
+    tensors["d2t"], tensors["t2d"] = vocabulary_maps(ids, module.config.vocab)
+    return Eagle3Weights(config=module.config, tensors=tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """tokens: [B, T], the token after each row's. features: [B, T, F·h]. counts: bool [B, T], rows
+    whose guess is compared: of the answer, and of what the draft vocabulary can say. probs: [N, d],
+    the target's there. best: [N], draft ids of its most probable tokens. missed: answer rows that
+    the draft vocabulary can't say."""
+
+    tokens: Tensor
+    features: Tensor
+    counts: Tensor
+    probs: Tensor
+    best: Tensor
+    missed: int
+
+
+class Collate:
+    """Examples → ``Batch``; ids: of the draft vocabulary, ascending."""
+
+    def __init__(self, target: TargetParts, ids: Sequence[int], passes: int) -> None:
+        self._target = target
+        self._passes = passes
+        used = torch.tensor(ids)
+        self._rows = target.lm_head[used]
+        self._draft_id = torch.full((target.config.vocab_size,), -1)
+        self._draft_id[used] = torch.arange(len(used))
+
+    def __call__(self, examples: Sequence[Example]) -> Batch:
+        """Row s holds token s + 1 beside the features of s; it guesses token s + 2."""
+        tokens = pad_sequence([e.tokens[1:].long() for e in examples], batch_first=True)
+        features = pad_sequence([e.features[:-1] for e in examples], batch_first=True)
+        last = pad_sequence([e.last[1:] for e in examples], batch_first=True)
+        best = pad_sequence([e.best[1:].long() for e in examples], True, -1)
+        best[:, : self._passes - 1] = -1  # the last pass has nothing to go on from there
+        answers = best >= 0
+        guess = torch.where(answers, self._draft_id[best], -1)
+        counts = guess >= 0
+        logits = self._target.normed(last[counts]) @ self._rows.T
+        return Batch(
+            tokens=tokens,
+            features=features.float(),
+            counts=counts,
+            probs=logits.softmax(-1),
+            best=guess[counts],
+            missed=int(answers.sum() - counts.sum()),
+        )
+
+
+def seen(rows: int, index: int) -> Tensor:
+    """[T, T·(index + 1)]: what the rows of pass ``index`` attend to.
+
+    Of pass 0, whose rows are committed by then, what lies further back than the draft; of each
+    later pass its own ancestor, one a pass.
+    """
+    s, t = torch.arange(rows)[:, None], torch.arange(rows)[None]
+    first = t <= s - index
+    return torch.cat([first, *(t == s - (index - j) for j in range(1, index + 1))], 1)
+
+
+def unroll(module: Eagle3Module, batch: Batch, passes: int) -> list[Tensor]:
+    """Logits of each pass at the rows that count, [N, d]."""
+    hidden = module.fuse(batch.features)
+    rows = batch.tokens.shape[1]
+    positions = torch.arange(rows).expand(batch.tokens.shape)
+    past, logits = None, []
+    for index in range(passes):
+        mask = seen(rows, index)
+        out, past = module(batch.tokens, hidden, positions, mask, past)
+        logits.append(module.logits(out[batch.counts]))
+        hidden = out.roll(1, dims=1)
+    return logits
+
+
+def loss_of(logits: Tensor, probs: Tensor, l1: float) -> Tensor:
+    """Of one pass: (1 - l1) · CE + l1 · |p - q|₁, averaged over rows; [N, d] each.
+
+    The second term is twice the chance of a rejection (DSpark's weights are 0.1 and 0.9).
+    """
+    log_q = logits.float().log_softmax(-1)
+    loss = -(1 - l1) * (probs * log_q).sum(-1).mean()
+    if l1:
+        loss = loss + l1 * (log_q.exp() - probs).abs().sum(-1).mean()
+    return loss
+
+
+def training_loss(module: Eagle3Module, batch: Batch, passes: int, l1: float) -> Tensor:
+    """All passes together."""
+    logits = unroll(module, batch, passes)
+    weights = [_DECAY**i for i in range(passes)]
+    total = sum(w * loss_of(x, batch.probs, l1) for w, x in zip(weights, logits, strict=True))
+    return total / sum(weights)
+
+
+@torch.inference_mode()
+def held_out(module: Eagle3Module, batches: Sequence[Batch], passes: int) -> list[float]:
+    """The share of draft positions 1 … S that are reached and right: greedy, teacher-forced.
+
+    A position counts where all before it were right; their sum and one is τ of a chain.
+    """
+    right, total = [0] * passes, 0
+    for batch in batches:
+        reached = torch.ones_like(batch.counts)
+        for index, logits in enumerate(unroll(module, batch, passes)):
+            hit = torch.zeros_like(batch.counts)
+            hit[batch.counts] = logits.argmax(-1) == batch.best
+            reached = hit & (reached if index == 0 else reached.roll(1, dims=1))
+            right[index] += int(reached.sum())
+        total += len(batch.best) + batch.missed
+    return [r / max(total, 1) for r in right]
+
+
+class Eagle3Task:
+    """``loop.Task`` of an EAGLE-3 head. check: held-out examples."""
+
+    def __init__(
+        self,
+        module: Eagle3Module,
+        collate: Collate,
+        check: Sequence[Sequence[Example]],
+        *,
+        passes: int,
+        l1: float,
+    ) -> None:
+        self.module = module
+        self._collate = collate
+        self._check = check
+        self._passes, self._l1 = passes, l1
+
+    def loss(self, examples: Sequence[Example]) -> Tensor:
+        return training_loss(self.module, self._collate(examples), self._passes, self._l1)
+
+    def held_out(self) -> list[float]:
+        batches = [self._collate(examples) for examples in self._check]
+        return held_out(self.module, batches, self._passes)

@@ -1,0 +1,174 @@
+"""The training loop of any head: batches, steps, held-out acceptance, log, and going on after a kill.
+
+The order of batches, the learning rate and the dropout of nothing else depend on the seed and the
+step alone, so a run that was killed and resumed ends with the same weights as one that was not.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.train.features import Entry, Example
+
+_STATE = "state.pt"
+LOG = "log.csv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """tokens_per_step: of a batch. learning_rate: its peak, after ``warmup`` of all steps; a cosine
+    leads down to a tenth. minutes between two saved states, steps between two evaluations."""
+
+    epochs: int = 3
+    tokens_per_step: int = 2048
+    learning_rate: float = 5e-4
+    warmup: float = 0.05
+    clip: float = 0.5
+    seed: int = 0
+    save_minutes: float = 1.0
+    evaluate_every: int = 200
+
+
+class Task(Protocol):
+    """What is trained: a module, its loss, and what it reaches on text that it did not see."""
+
+    module: nn.Module
+
+    def loss(self, examples: Sequence[Example]) -> Tensor: ...
+
+    def held_out(self) -> list[float]:
+        """The share of drafts that reach position 1, 2, …; their sum and one is τ."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """step: of ``steps``. rows: of the log so far."""
+
+    step: int
+    steps: int
+    loss: float
+    acceptance: list[float] = field(default_factory=list)
+
+
+def fit(
+    task: Task,
+    entries: Sequence[Entry],
+    folder: Path,
+    options: TrainOptions,
+    report: Callable[[Progress], None],
+    *,
+    device: torch.device,
+) -> None:
+    """Train to the end, from the saved state in ``folder`` if there is one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    batches = [b for epoch in range(options.epochs) for b in _epoch(entries, options, epoch)]
+    parameters = [p for p in task.module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, betas=(0.9, 0.95))
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    first, seconds = _resume(folder, task.module, optimizer)
+    log = _Log(folder / LOG, first)
+    saved = started = time.monotonic()
+    losses: list[float] = []
+    for step in range(first, len(batches)):
+        for group in optimizer.param_groups:
+            group["lr"] = options.learning_rate * _schedule(step, len(batches), options.warmup)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = task.loss([entry.load() for entry in batches[step]])
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, options.clip)
+        optimizer.step()
+        losses.append(loss.item())
+        done, last = step + 1, step + 1 == len(batches)
+        progress = Progress(step=done, steps=len(batches), loss=losses[-1])
+        if last or done % options.evaluate_every == 0:
+            with torch.autocast(device.type, torch.bfloat16):
+                progress.acceptance = task.held_out()
+            spent = seconds + time.monotonic() - started
+            log.add(done, spent, sum(losses) / len(losses), progress.acceptance)
+            losses.clear()
+        report(progress)
+        if last or time.monotonic() - saved > 60 * options.save_minutes:
+            _save(folder, task.module, optimizer, done, seconds + time.monotonic() - started)
+            saved = time.monotonic()
+
+
+def _schedule(step: int, steps: int, warmup: float) -> float:
+    rise = max(1, round(warmup * steps))
+    if step < rise:
+        return (step + 1) / rise
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+
+
+def _epoch(entries: Sequence[Entry], options: TrainOptions, epoch: int) -> Iterator[list[Entry]]:
+    """Batches of about as many tokens each, padding included, of conversations about as long."""
+    order = random.Random(f"{options.seed} {epoch}")
+    shuffled = sorted(entries, key=lambda e: (len(e) // 32, order.random()))
+    batches: list[list[Entry]] = []
+    for entry in shuffled:
+        room = options.tokens_per_step // len(entry)
+        if not batches or len(batches[-1]) >= max(1, room):
+            batches.append([])
+        batches[-1].append(entry)
+    order.shuffle(batches)
+    yield from batches
+
+
+def _save(
+    folder: Path, module: nn.Module, optimizer: Any, step: int, seconds: float
+) -> None:
+    temporary = folder / (_STATE + ".part")
+    state = {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state | {"step": step, "seconds": seconds}, temporary)
+    os.replace(temporary, folder / _STATE)
+
+
+def _resume(folder: Path, module: nn.Module, optimizer: Any) -> tuple[int, float]:
+    """(steps done, seconds spent) of the saved state, loaded; (0, 0) if there is none."""
+    path = folder / _STATE
+    if not path.is_file():
+        return 0, 0.0
+    state = torch.load(path, weights_only=True)
+    module.load_state_dict(state["module"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"], state["seconds"]
+
+
+class _Log:
+    """A CSV file, a row an evaluation; rows after the step that is resumed at are dropped."""
+
+    def __init__(self, path: Path, first: int) -> None:
+        self._path = path
+        rows = read_log(path) if path.is_file() else []
+        self._rows = [row for row in rows if row["step"] <= first]
+
+    def add(self, step: int, seconds: float, loss: float, acceptance: Sequence[float]) -> None:
+        row: dict[str, float] = {"step": step, "seconds": round(seconds, 1), "loss": round(loss, 4)}
+        row |= {f"position_{i}": round(share, 4) for i, share in enumerate(acceptance, 1)}
+        row["tau"] = round(1 + sum(acceptance), 4)
+        self._rows.append(row)
+        temporary = self._path.with_suffix(".part")
+        with temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(row))
+            writer.writeheader()
+            writer.writerows(self._rows)
+        os.replace(temporary, self._path)
+
+
+def read_log(path: Path) -> list[dict[str, float]]:
+    """step, seconds, loss (mean since the row before), position_i (share of drafts that get there),
+    tau (of a chain)."""
+    with path.open(newline="") as file:
+        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]

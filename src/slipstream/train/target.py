@@ -1,0 +1,65 @@
+"""The parts of the target that training starts from and compares with.
+
+Shapes: h hidden · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import SlipstreamError
+from slipstream.models.sources import resolve
+from slipstream.models.weights import Weights
+from slipstream.runtimes import native_layout as layout
+from slipstream.runtimes.native import read_config
+
+_KNOWN = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # no scaled or capped logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetParts:
+    """config: transformers' own. embedding, lm_head: [V, h]. norm: [h], the last one.
+    layer: tensors of the last layer by their names in it."""
+
+    name: str
+    config: Any
+    embedding: Tensor
+    lm_head: Tensor
+    norm: Tensor
+    layer: dict[str, Tensor]
+
+    def normed(self, last: Tensor) -> Tensor:
+        """[..., h] of the last layer → [..., h], what the LM head takes."""
+        last = last.float()
+        scale = torch.rsqrt(last.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        return last * scale * self.norm
+
+
+def read_target(name: str) -> TargetParts:
+    """Read them from the model's folder, in float32.
+
+    Raises SlipstreamError for an architecture whose logits aren't a plain product.
+    """
+    folder = resolve(name)
+    config = read_config(folder, name)
+    if config.model_type not in _KNOWN:
+        raise SlipstreamError(
+            f"heads can be trained for {', '.join(_KNOWN)} models; {name} is {config.model_type}"
+        )
+    tensors = Weights(folder, name)
+    outer = layout.outer_names(config, tensors)
+    embedding = tensors[outer.matrices["embedding"][0]].float()
+    head = outer.matrices.get("head")
+    at = f"model.layers.{config.num_hidden_layers - 1}."
+    return TargetParts(
+        name=name,
+        config=config,
+        embedding=embedding,
+        lm_head=tensors[head[0]].float() if head else embedding,
+        norm=tensors[outer.vectors["norm"][0]].float(),
+        layer={k.removeprefix(at): tensors[k].float() for k in tensors if k.startswith(at)},
+    )
