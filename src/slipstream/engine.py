@@ -19,7 +19,6 @@ from slipstream.request import Request
 from slipstream.runtimes import Runtime
 from slipstream.scheduler import Scheduler
 from slipstream.types import (
-    ROOT,
     Draft,
     Logprob,
     Origin,
@@ -86,6 +85,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.cache = self.runtime.new_cache(self.config.max_num_seqs, self.config.max_model_len)
         self.scheduler = Scheduler(self.cache)
+        self._taps: Sequence[int] = getattr(self.drafter, "taps", ())
         self._next_id = 0
 
     def add(self, prompt: Sequence[int], params: SamplingParams) -> Request:
@@ -141,7 +141,7 @@ class Engine:
             return []
         plans = self._plan(batch)
         drafted = time.perf_counter()
-        output = self.runtime.step([plan.rows for plan in plans], self.cache)
+        output = self.runtime.step([plan.rows for plan in plans], self.cache, self._taps)
         computed = time.perf_counter()
         logits = self._split(plans, output.logits)
         outcomes = [self._decide(*pair) for pair in zip(plans, logits, strict=True)]
@@ -170,7 +170,7 @@ class Engine:
         if self.drafter is None or not any(budgets):
             return [Draft()] * len(requests)
         drafts = self.drafter.propose(requests, budgets)
-        assert all(len(d) <= b for d, b in zip(drafts, budgets, strict=True))
+        assert all(d.depth <= b for d, b in zip(drafts, budgets, strict=True))
         return drafts
 
     def _budget(self, request: Request) -> int:
@@ -224,26 +224,47 @@ class Engine:
     def _verify(self, plan: _Plan, logits: Tensor) -> Verdict:
         """logits: [n + 1, V], of the newest and of each drafted token."""
         request, draft = plan.request, plan.draft
-        context = _context(request, draft, self.stop_ids(request.params))
         if request.params.greedy:
-            chosen = sampling.choose_greedy(logits, request.params, context)
-            return follow(draft, chosen.__getitem__)
-        probs = sampling.target_probs(logits, request.params, context)
+            return follow(draft, lambda row: self._choose_greedy(plan, logits, row))
+        if draft.draft_probs is None and self.on_verdict is None:
+            return follow(draft, lambda row: self._sample(plan, logits, row))
+        probs = self._target_probs(plan, logits, range(len(logits)))
         verdict = self._verify_sampled(request, draft, probs)
         if self.on_verdict is not None:
             self.on_verdict(draft, probs, verdict)
         return verdict
 
+    def _choose_greedy(self, plan: _Plan, logits: Tensor, row: int) -> int:
+        """Of one row: a walk down a wide tree asks few of them."""
+        context = self._context(plan, [row])
+        return sampling.choose_greedy(logits[row : row + 1], plan.request.params, context)[0]
+
+    def _sample(self, plan: _Plan, logits: Tensor, row: int) -> int:
+        probs = self._target_probs(plan, logits[row : row + 1], [row])[0]
+        return self._draw(plan.request, plan.draft, probs, row)
+
+    def _target_probs(self, plan: _Plan, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        return sampling.target_probs(logits, plan.request.params, self._context(plan, rows))
+
+    def _draw(self, request: Request, draft: Draft, probs: Tensor, row: int) -> int:
+        position = len(request.tokens) + len(draft.suffix(row - 1))
+        return request.noise.sample(probs, position)
+
     def _verify_sampled(self, request: Request, draft: Draft, probs: Tensor) -> Verdict:
-        position = len(request.tokens)
         if draft.draft_probs is not None:
             verify = REJECTION_SAMPLERS[self.config.rejection_sample_method]
-            return verify(draft, probs, request.noise, position)
+            return verify(draft, probs, request.noise, len(request.tokens))
+        return follow(draft, lambda row: self._draw(request, draft, probs[row], row))
 
-        def choose(row: int) -> int:
-            return request.noise.sample(probs[row], position + len(draft.suffix(row - 1)))
-
-        return follow(draft, choose)
+    def _context(self, plan: _Plan, rows: Sequence[int]) -> sampling.Context:
+        """Of rows of the logits: 0 is the newest token, row i + 1 token i of the draft."""
+        request = plan.request
+        return sampling.Context(
+            prompt=request.tokens[: request.prompt_length],
+            output=request.output,
+            suffixes=[plan.draft.suffix(row - 1) for row in rows],
+            stop_ids=self.stop_ids(request.params),
+        )
 
     def stop_ids(self, params: SamplingParams) -> list[int]:
         """Tokens that end a request of these parameters."""
@@ -259,6 +280,10 @@ class Engine:
             for plan, path in zip(plans, paths, strict=True)
         ]
         self.cache.commit(output, [plan.rows.slot for plan in plans], kept)
+        if output.features is not None:
+            parts = output.features.split([len(plan.rows.tokens) for plan in plans])
+            for plan, features, rows in zip(plans, parts, kept, strict=True):
+                self.drafter.observe(plan.request, features[rows])  # type: ignore[union-attr]
 
     def _emit(self, plan: _Plan, outcome: _Outcome) -> Request:
         """Append the step's tokens, up to the one that ends the request."""
@@ -296,7 +321,7 @@ class Engine:
         if params.logprobs is None:
             return []
         if self.config.logprobs_mode == "processed_logprobs":
-            context = _context(request, plan.draft, self.stop_ids(params))
+            context = self._context(plan, range(len(logits)))
             logits = sampling.adjust(logits, params, context)
             logits = logits if params.greedy else sampling.truncate(logits, params)
         path = logits[[0, *(node + 1 for node in verdict.path)]]
@@ -307,11 +332,3 @@ class Engine:
         if self.drafter is not None:
             self.drafter.release(request)
 
-
-def _context(request: Request, draft: Draft, stop_ids: Sequence[int]) -> sampling.Context:
-    return sampling.Context(
-        prompt=request.tokens[: request.prompt_length],
-        output=request.output,
-        suffixes=[draft.suffix(node) for node in range(ROOT, len(draft))],
-        stop_ids=stop_ids,
-    )

@@ -50,6 +50,11 @@ class Draft:
     def is_chain(self) -> bool:
         return tree.is_chain(self.parents)
 
+    @property
+    def depth(self) -> int:
+        """Tokens of the longest path."""
+        return int(tree.depths(self.parents).max(initial=-1)) + 1
+
     def children(self, node: int) -> list[int]:
         """Children of a node (or of ``ROOT``), in the order in which they were drawn."""
         return [child for child in range(node + 1, len(self)) if self.parents[child] == node]

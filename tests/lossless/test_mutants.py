@@ -44,12 +44,12 @@ def no_residual(patch: Patch) -> None:
 
 
 def unprocessed_bonus(patch: Patch) -> None:
-    """The row after the whole draft skips the processors."""
+    """The row after the whole draft, or the last one asked for, skips the processors."""
     processed = sampling.target_probs
 
     def mutant(logits: Tensor, params: SamplingParams, context: sampling.Context) -> Tensor:
         probs = processed(logits, params, context)
-        if len(probs) > 1:  # a single row is plain decoding, or a drafter at work
+        if context.suffixes[-1]:  # else plain decoding, or the first row of a draft
             probs[-1] = logits[-1].softmax(-1)
         return probs
 

@@ -11,6 +11,8 @@ from slipstream.config import from_dict, require_integer, unknown
 from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:  # options are checked before torch is there
+    from torch import Tensor
+
     from slipstream.request import Request
     from slipstream.runtimes import Runtime
     from slipstream.types import Draft
@@ -20,7 +22,7 @@ class Drafter(Protocol):
     """Guesses; what it keeps per request follows the target's commit rule."""
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        """A draft each, of at most ``budgets[i]`` tokens (0: none wanted); may be shorter.
+        """A draft each, at most ``budgets[i]`` tokens deep (0: none wanted); may be shorter.
 
         A draft depends on the request's tokens, its parameters and its noise alone, never on the
         other requests. Called again without news it gives the same drafts.
@@ -29,6 +31,17 @@ class Drafter(Protocol):
 
     def release(self, request: Request) -> None:
         """The request is over; called once or more, also for requests never seen."""
+        ...
+
+
+class FeatureDrafter(Drafter, Protocol):
+    """A drafter that looks at what the target computed. taps: the layers it looks at, as in
+    ``Runtime.step``."""
+
+    taps: Sequence[int]
+
+    def observe(self, request: Request, features: Tensor) -> None:
+        """The next tokens of the request were committed; features: [n, taps, hidden] of them."""
         ...
 
 
