@@ -89,6 +89,7 @@ struct Source {
   void pack(Matrix& m, size_t first, size_t count, const uint8_t* rows, Stored stored) const {
     size_t bytes = row_bytes(stored, m.columns()), last = first + count, panel = first / kPanel;
     m.set(first, 0, rows, stored);  // what is wrong is said here, not in a thread
+    std::lock_guard<std::mutex> lock(pool.in_use);
     pool.run((last + kPanel - 1) / kPanel - panel, 1, [&](size_t begin, size_t end, int) {
       size_t from = std::max(first, (panel + begin) * kPanel);
       size_t to = std::min(last, (panel + end) * kPanel);
@@ -97,19 +98,17 @@ struct Source {
   }
 };
 
-}  // namespace
+size_t size_of(const nb::dict& config, const char* name) {
+  auto v = as<int64_t>(config[name], name);
+  require(v >= 1 && v < (int64_t)1 << 31, (std::string(name) + " is out of range").c_str());
+  return (size_t)v;
+}
 
-NativeModel::NativeModel(nb::dict config, nb::dict weights, int threads,
-                         const std::string& kernels) {
-  require(threads >= 1 && threads <= 1024, "threads must be from 1 to 1024");
-  auto size = [&](const char* name) {
-    auto v = as<int64_t>(config[name], name);
-    require(v >= 1 && v < (int64_t)1 << 31, (std::string(name) + " is out of range").c_str());
-    return (size_t)v;
-  };
+void read_config(const nb::dict& config, Model& model) {
+  auto size = [&](const char* name) { return size_of(config, name); };
   auto number = [&](const char* name) { return as<float>(config[name], name); };
   auto flag = [&](const char* name) { return as<bool>(config[name], name); };
-  Config& c = model_.config;
+  Config& c = model.config;
   c = {size("hidden"),
        size("heads"),
        size("kv_heads"),
@@ -132,10 +131,19 @@ NativeModel::NativeModel(nb::dict config, nb::dict weights, int threads,
     auto pair = as_pair(table, "rotary");
     auto a = as<Array>(pair[0], "rotary");
     require(a.ndim() == 1 && 2 * a.shape(0) <= c.dim, "a rotary table is longer than a head");
-    model_.rotary.push_back({Floats(a.data(), a.data() + a.size()), as<float>(pair[1], "rotary")});
+    model.rotary.push_back({Floats(a.data(), a.data() + a.size()), as<float>(pair[1], "rotary")});
   }
+}
+
+}  // namespace
+
+NativeModel::NativeModel(nb::dict config, nb::dict weights, int threads,
+                         const std::string& kernels) {
+  require(threads >= 1 && threads <= 1024, "threads must be from 1 to 1024");
+  read_config(config, model_);
+  const Config& c = model_.config;
   step_ = std::make_unique<Step>(model_, best_kernels(kernels), threads);
-  Source source{weights, step_->pool()};
+  Source source{weights, *step_->pool()};
   model_.embedding = source.matrix("embedding", c.vocab, c.hidden);
   model_.head = weights.contains("head") ? source.matrix("head", c.vocab, c.hidden)
                                          : model_.embedding;
@@ -144,17 +152,54 @@ NativeModel::NativeModel(nb::dict config, nb::dict weights, int threads,
   require(!model_.last.weight.empty(), "norm is missing");
 }
 
+NativeModel::NativeModel(nb::dict config, nb::dict weights, const NativeModel& target) {
+  read_config(config, model_);
+  const Config& c = model_.config;
+  require(!c.layer_norm && !c.parallel_residual, "no EAGLE-3 head has such a layer");
+  step_ = std::make_unique<Step>(model_, target.kernels(), target.step_->pool());
+  Source source{weights, *step_->pool()};
+  own_embedding_ = weights.contains("embedding");
+  model_.embedding = own_embedding_ ? source.matrix("embedding", c.vocab, c.hidden)
+                                    : target.model_.embedding;
+  require(model_.embedding->rows() == c.vocab && model_.embedding->columns() == c.hidden,
+          "the target's embedding has another shape");
+  model_.normed_residual = as<bool>(config["normed_residual"], "normed_residual");
+  model_.target_ids = as<Indices>(weights["target_ids"], "target_ids");
+  require(!model_.target_ids.empty(), "target_ids is empty");
+  for (int64_t id : model_.target_ids)
+    require(id >= 0 && (size_t)id < c.vocab, "target_ids lead out of the vocabulary");
+  model_.fuse = source.matrix("fuse", c.hidden, size_of(config, "features"));
+  model_.head = source.matrix("head", model_.target_ids.size(), c.hidden);
+  model_.last = source.norm("norm", c.hidden);
+  require(!model_.last.weight.empty(), "norm is missing");
+}
+
+size_t NativeModel::bytes() const {
+  size_t total = own_embedding_ ? model_.embedding->bytes() : 0;
+  if (model_.head != model_.embedding) total += model_.head->bytes();
+  if (model_.fuse) total += model_.fuse->bytes();
+  for (const Layer& l : model_.layers)
+    total += l.qkv->bytes() + l.out->bytes() + l.up->bytes() + l.down->bytes();
+  return total;
+}
+
 void NativeModel::add_layer(nb::dict weights, size_t window, size_t rotary) {
   const Config& c = model_.config;
-  Source source{weights, step_->pool()};
+  Source source{weights, *step_->pool()};
+  require(!is_head() || model_.layers.empty(), "an EAGLE-3 head has one layer");
   require(rotary < model_.rotary.size(), "no such rotary table");
   Layer layer;
   layer.before_attention = source.norm("before_attention", c.hidden);
   layer.after_attention = source.norm("after_attention", c.hidden);
   layer.before_mlp = source.norm("before_mlp", c.hidden);
   layer.after_mlp = source.norm("after_mlp", c.hidden);
+  if (is_head()) {
+    layer.hidden = source.norm("hidden_norm", c.hidden);
+    require(!layer.hidden.weight.empty(), "hidden_norm is missing");
+    require(!layer.before_attention.weight.empty(), "before_attention is missing");
+  }
   size_t query = c.heads * c.dim, kv = c.kv_heads * c.dim, up = c.inner * (c.gated ? 2 : 1);
-  layer.qkv = source.matrix("qkv", query + 2 * kv, c.hidden);
+  layer.qkv = source.matrix("qkv", query + 2 * kv, is_head() ? 2 * c.hidden : c.hidden);
   layer.out = source.matrix("out", c.hidden, query);
   layer.up = source.matrix("up", up, c.hidden);
   layer.down = source.matrix("down", c.hidden, c.inner);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "checks.h"
+#include "expand.h"
 #include "step.h"
 
 namespace slip {
@@ -19,25 +20,39 @@ class NativeModel {
  public:
   NativeModel(nanobind::dict config, nanobind::dict weights, int threads,
               const std::string& kernels);
+  // An EAGLE-3 head, on its target's threads and, where it brings none, embedding.
+  NativeModel(nanobind::dict config, nanobind::dict weights, const NativeModel& target);
   void add_layer(nanobind::dict weights, size_t window, size_t rotary);
   const Model& model() const { return model_; }
   const Kernels& kernels() const { return step_->kernels(); }
-  size_t bytes() const {
-    size_t total = model_.embedding->bytes();
-    if (model_.head != model_.embedding) total += model_.head->bytes();
-    for (const Layer& l : model_.layers)
-      total += l.qkv->bytes() + l.out->bytes() + l.up->bytes() + l.down->bytes();
-    return total;
-  }
+  size_t bytes() const;  // of its own weights
+  bool is_head() const { return model_.fuse != nullptr; }
   void run(const Batch& batch, const Cache& cache, Output& out) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    size_t hidden = is_head() ? batch.tokens.size() * model_.config.hidden : 0;
+    require(batch.hidden.size() == hidden, "an EAGLE-3 head, and it alone, takes hidden states");
+    auto lock = alone();
     step_->run(batch, cache, out);
+  }
+  // Of a head alone; ``features`` [rows][columns of ``fuse``].
+  void fuse(const float* features, size_t rows, float* hidden) {
+    auto lock = alone();
+    step_->fuse(features, rows, hidden);
+  }
+  void expand(Batch batch, const Floats& features, const Cache& cache, Output& out,
+              std::vector<DraftTree>& trees) {
+    batch.hidden.resize(batch.tokens.size() * model_.config.hidden);
+    auto lock = alone();
+    step_->fuse(features.data(), batch.tokens.size(), batch.hidden.data());
+    slip::expand(*step_, model_, std::move(batch), cache, out, trees);
   }
 
  private:
+  // A step's room and its threads serve one run at a time.
+  std::unique_lock<std::mutex> alone() { return std::unique_lock(step_->pool()->in_use); }
+
   Model model_;
   std::unique_ptr<Step> step_;
-  std::mutex mutex_;  // a step's room is the model's: one at a time
+  bool own_embedding_ = true;
 };
 
 class NativeCache {

@@ -1,6 +1,7 @@
 // The Python module.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -12,6 +13,7 @@
 namespace nb = nanobind;
 using namespace slip;
 using Result = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
+using Given = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 namespace {
 
@@ -32,7 +34,7 @@ Batch checked(const NativeModel& model, const NativeCache& cache, const Output& 
           "tokens, parents, slots and past differ in length");
   require(depth >= 1 && (size_t)depth <= layers, "depth is from 1 to the number of layers");
   require(!first || out.keys.size() == (size_t)depth, "the output is another step's");
-  Batch batch{tokens, parents, {}, {}, {}, {}, (size_t)depth};
+  Batch batch{tokens, parents, {}, {}, {}, {}, (size_t)depth, {}};
   for (size_t r = 0; r < rows; ++r) {
     require(tokens[r] >= 0 && (size_t)tokens[r] < model.model().config.vocab, "no such token");
     require(parents[r] >= -1 && parents[r] < (int64_t)(first + r), "a parent comes before");
@@ -62,11 +64,19 @@ Batch checked(const NativeModel& model, const NativeCache& cache, const Output& 
   return batch;
 }
 
+Floats copied(const Given& given, size_t rows, size_t columns) {
+  require(given.shape(0) == rows && given.shape(1) == columns, "hidden or features misfit");
+  return Floats(given.data(), given.data() + given.size());
+}
+
+// hidden: [rows][hidden], for EAGLE-3 heads.
 void run_step(NativeModel& model, NativeCache& cache, Output& out, const Indices& tokens,
               const Indices& parents, const Indices& slots, const Indices& past,
-              const Indices& wanted, const Indices& taps, int64_t depth) {
+              const Indices& wanted, const Indices& taps, int64_t depth,
+              const std::optional<Given>& hidden) {
   NewRows rows{tokens, parents, slots, past, wanted};
   Batch batch = checked(model, cache, out, rows, taps, depth);
+  if (hidden) batch.hidden = copied(*hidden, tokens.size(), model.model().config.hidden);
   nb::gil_scoped_release free;
   model.run(batch, cache.get(), out);
 }
@@ -158,6 +168,62 @@ std::vector<std::pair<Indices, Result>> draft(NativeModel& model, NativeCache& c
   return drafts;
 }
 
+// An EAGLE-3 head's: rows of features of its target -> hidden states.
+Result fuse(NativeModel& model, const Given& features) {
+  require(model.is_head(), "the model is no EAGLE-3 head");
+  size_t rows = features.shape(0), width = model.model().config.hidden;
+  Floats from = copied(features, rows, model.model().fuse->columns()), hidden(rows * width);
+  if (rows) {
+    nb::gil_scoped_release free;
+    model.fuse(from.data(), rows, hidden.data());
+  }
+  return rows_of(hidden, width);
+}
+
+// Depth, width, nodes, least score.
+using Shape = std::tuple<int64_t, int64_t, int64_t, double>;
+// Tokens, parents, scores.
+using Expanded = std::tuple<Indices, Indices, std::vector<float>>;
+
+// The trees of an EAGLE-3 head. wanted: of each the root, one of the rows. features: [rows][...],
+// of the position before each row.
+std::vector<Expanded> expand_rows(NativeModel& model, NativeCache& cache, Output& out,
+                                  const Indices& tokens, const Indices& parents,
+                                  const Indices& slots, const Indices& past, const Indices& wanted,
+                                  const Given& features, const std::vector<Shape>& shapes) {
+  require(model.is_head(), "the model is no EAGLE-3 head");
+  require(wanted.size() == shapes.size(), "wanted and shapes differ in length");
+  NewRows rows{tokens, parents, slots, past, wanted};
+  size_t first = out.parents.size();
+  Batch batch = checked(model, cache, out, rows, {}, (int64_t)model.model().layers.size());
+  Floats from = copied(features, tokens.size(), model.model().fuse->columns());
+  std::vector<DraftTree> trees;
+  batch.wanted.clear();
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    const auto& [depth, width, nodes, least] = shapes[i];
+    require(depth >= 0 && (size_t)depth <= cache.max_length(),
+            "a tree has from no level to as many as a slot holds");
+    require(width >= 1 && nodes >= 0 && least <= 0, "width, nodes or floor is out of range");
+    trees.emplace_back(TreeShape{(size_t)depth, (size_t)width, (size_t)nodes, least},
+                       first + wanted[i]);
+    if (!trees.back().front().empty()) batch.wanted.push_back(wanted[i]);
+  }
+  {
+    nb::gil_scoped_release free;
+    model.expand(std::move(batch), from, cache.get(), out, trees);
+  }
+  std::vector<Expanded> found;
+  for (const DraftTree& tree : trees) {
+    auto& [ids, above, scores] = found.emplace_back();
+    for (const DraftTree::Node& node : tree.kept()) {
+      ids.push_back(node.token);
+      above.push_back(node.parent);
+      scores.push_back(node.score);
+    }
+  }
+  return found;
+}
+
 }  // namespace
 
 void bind_rows(nb::module_& m);  // rows.cpp
@@ -170,6 +236,8 @@ NB_MODULE(_native, m) {
   nb::class_<NativeModel>(m, "Model")
       .def(nb::init<nb::dict, nb::dict, int, const std::string&>(), nb::arg("config"),
            nb::arg("weights"), nb::arg("threads"), nb::arg("kernels") = "")
+      .def(nb::init<nb::dict, nb::dict, const NativeModel&>(), nb::arg("config"),
+           nb::arg("weights"), nb::arg("target"))
       .def("add_layer", &NativeModel::add_layer)
       .def_prop_ro("kernels", [](const NativeModel& m) { return std::string(m.kernels().name); })
       .def_prop_ro("bytes", &NativeModel::bytes);
@@ -179,9 +247,13 @@ NB_MODULE(_native, m) {
       .def("commit", &NativeCache::commit);
   m.def("step", &run_step, nb::arg("model"), nb::arg("cache"), nb::arg("output"),
         nb::arg("tokens"), nb::arg("parents"), nb::arg("slots"), nb::arg("past"),
-        nb::arg("wanted"), nb::arg("taps"), nb::arg("depth"));
+        nb::arg("wanted"), nb::arg("taps"), nb::arg("depth"), nb::arg("hidden") = nb::none());
   m.def("draft", &draft, nb::arg("model"), nb::arg("cache"), nb::arg("output"), nb::arg("tokens"),
         nb::arg("parents"), nb::arg("slots"), nb::arg("past"), nb::arg("wanted"),
         nb::arg("counts"), nb::arg("choices"), nb::arg("width"));
+  m.def("fuse", &fuse, nb::arg("model"), nb::arg("features"));
+  m.def("expand", &expand_rows, nb::arg("model"), nb::arg("cache"), nb::arg("output"),
+        nb::arg("tokens"), nb::arg("parents"), nb::arg("slots"), nb::arg("past"),
+        nb::arg("wanted"), nb::arg("features"), nb::arg("shapes"));
   bind_rows(m);
 }

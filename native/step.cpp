@@ -96,8 +96,12 @@ void Cache::put(size_t layer, size_t slot, size_t position, const float* k, cons
   }
 }
 
-Step::Step(const Model& model, const Kernels& kernels, int threads)
-    : model_(model), kernels_(kernels), pool_(threads), scores_(pool_.threads()) {}
+Step::Step(const Model& model, const Kernels& kernels, std::shared_ptr<Pool> pool)
+    : model_(model),
+      kernels_(kernels),
+      shared_(std::move(pool)),
+      pool_(*shared_),
+      scores_(pool_.threads()) {}
 
 // Y = X·Wᵀ + bias for any number of rows. Threads take panels; a panel is used for all blocks of
 // rows while it is in the cache.
@@ -166,6 +170,26 @@ void Step::norm(const Norm& n, const float* x, size_t rows, float* y) {
         kernels_.rms_norm(from, weight, width, model_.config.eps, y + r * width);
     }
   });
+}
+
+// What an EAGLE-3 head's layer starts from. x: the tokens' embeddings, becomes the residual; both:
+// [rows][2 * hidden], embedding and hidden state side by side, each after its own norm.
+void Step::join(const Layer& layer, const Batch& batch, float* x, float* both) {
+  size_t h = model_.config.hidden;
+  float eps = model_.config.eps;
+  pool_.run(batch.tokens.size(), kFewRows, [&](size_t begin, size_t end, int) {
+    for (size_t r = begin; r < end; ++r) {
+      float *residual = x + r * h, *to_ = both + r * 2 * h;
+      const float* hidden = &batch.hidden[r * h];
+      kernels_.rms_norm(residual, layer.before_attention.weight.data(), h, eps, to_);
+      kernels_.rms_norm(hidden, layer.hidden.weight.data(), h, eps, to_ + h);
+      std::memcpy(residual, model_.normed_residual ? to_ + h : hidden, h * 4);
+    }
+  });
+}
+
+void Step::fuse(const float* features, size_t rows, float* hidden) {
+  fine_product(*model_.fuse, {}, features, rows, hidden);
 }
 
 // Cosine and sine of every new row and table, once a step: [rows][2][half].
@@ -386,8 +410,8 @@ void Step::run(const Batch& batch, const Cache& cache, Output& out) {
   prepare_angles(out, first);
   prepare_tails(batch, out, first, cache);
   prepare_shares(out, first);
-  Floats x(n), normed(n), y(n), attention, qkv(rows * (c.heads + 2 * c.kv_heads) * c.dim),
-      mixed(rows * c.heads * c.dim);
+  Floats x(n), normed(model_.fuse ? 2 * n : n), y(n), attention,
+      qkv(rows * (c.heads + 2 * c.kv_heads) * c.dim), mixed(rows * c.heads * c.dim);
   for (size_t r = 0; r < rows; ++r) {
     model_.embedding->row(batch.tokens[r], &x[r * c.hidden]);
     for (size_t i = 0; i < c.hidden; ++i) x[r * c.hidden + i] *= c.embedding_scale;
@@ -412,7 +436,10 @@ void Step::run(const Batch& batch, const Cache& cache, Output& out) {
     tap(l);
     out.keys[l].resize((first + rows) * kv);
     out.values[l].resize((first + rows) * kv);
-    norm_or_copy(layer.before_attention, x.data(), normed.data());
+    if (model_.fuse)
+      join(layer, batch, x.data(), normed.data());
+    else
+      norm_or_copy(layer.before_attention, x.data(), normed.data());
     fine_product(*layer.qkv, layer.qkv_bias, normed.data(), rows, qkv.data());
     prepare_heads(layer, qkv.data(), batch, out, l, first, cache.narrow());
     fill_tails(l, cache, out);
@@ -435,7 +462,7 @@ void Step::run(const Batch& batch, const Cache& cache, Output& out) {
   for (size_t i = 0; i < wanted; ++i)
     std::memcpy(&picked[i * c.hidden], &x[batch.wanted[i] * c.hidden], c.hidden * 4);
   norm(model_.last, picked.data(), wanted, picked.data());
-  out.logits.resize(wanted * c.vocab);
+  out.logits.resize(wanted * model_.logits());
   if (wanted) product(*model_.head, model_.head_bias, picked.data(), wanted, out.logits.data());
   if (c.logit_scale != 1)
     for (float& v : out.logits) v *= c.logit_scale;

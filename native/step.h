@@ -18,6 +18,7 @@ struct Norm {
 
 struct Layer {
   Norm before_attention, after_attention, before_mlp, after_mlp;
+  Norm hidden;  // of an EAGLE-3 head's layer, which takes token and hidden state side by side
   std::unique_ptr<Matrix> qkv, out, up, down;  // up: gate above up where the MLP is gated
   Floats qkv_bias, out_bias, up_bias, down_bias;
   Floats query_norm, key_norm;  // over a head, or over all heads where they are that long
@@ -46,6 +47,12 @@ struct Model {
   std::vector<Rotary> rotary;
   Norm last;
   Floats head_bias;
+  // Of an EAGLE-3 head alone (Li et al. 2025, arXiv 2503.01840):
+  std::unique_ptr<Matrix> fuse;     // features of the target -> hidden state
+  std::vector<int64_t> target_ids;  // of the tokens that its logits are of
+  bool normed_residual = false;     // the residual is the hidden state after its norm
+
+  size_t logits() const { return head->rows(); }  // of a row
 };
 
 // Committed KV: slots that grow alone, of fp32 or (narrow) bf16 numbers.
@@ -81,11 +88,12 @@ struct Batch {
   std::vector<size_t> wanted;    // which of these rows' logits are asked for
   std::vector<size_t> taps;      // layers whose input is asked for; the number of layers: the last
   size_t depth;                  // layers to run, at most all
+  Floats hidden;                 // [rows][hidden] for an EAGLE-3 head, of the position before each
 };
 
 // What a step computed; ``run`` again adds rows below the earlier ones, as a drafter does.
 struct Output {
-  Floats logits;                     // [wanted][vocab], of the newest rows
+  Floats logits;                     // [wanted][logits of a row], of the newest rows
   Floats features;                   // [rows][taps][hidden], of the newest rows
   std::vector<Floats> keys, values;  // a layer each, [all rows][kv_heads * dim]
   std::vector<int64_t> parents;      // of all rows
@@ -94,10 +102,15 @@ struct Output {
 
 class Step {
  public:
-  Step(const Model& model, const Kernels& kernels, int threads);
+  // Steps may share a pool, one running at a time: two would spin on the same cores.
+  Step(const Model& model, const Kernels& kernels, std::shared_ptr<Pool> pool);
+  Step(const Model& model, const Kernels& kernels, int threads)
+      : Step(model, kernels, std::make_shared<Pool>(threads)) {}
   void run(const Batch& batch, const Cache& cache, Output& out);
+  // An EAGLE-3 head's: rows of features of the target -> hidden states.
+  void fuse(const float* features, size_t rows, float* hidden);
   const Kernels& kernels() const { return kernels_; }
-  Pool& pool() { return pool_; }
+  const std::shared_ptr<Pool>& pool() const { return shared_; }
 
  private:
   // The KV of a row's ancestors in the layout of the cache, from the block of its first position.
@@ -115,6 +128,7 @@ class Step {
   void product(const Matrix& w, const Floats& bias, const float* x, size_t rows, float* y);
   void fine_product(const Matrix& w, const Floats& bias, const float* x, size_t rows, float* y);
   void norm(const Norm& n, const float* x, size_t rows, float* y);
+  void join(const Layer& layer, const Batch& batch, float* x, float* both);
   void prepare_angles(const Output& out, size_t first);
   void prepare_tails(const Batch& batch, const Output& out, size_t first, const Cache& cache);
   void prepare_shares(const Output& out, size_t first);
@@ -130,7 +144,8 @@ class Step {
 
   const Model& model_;
   const Kernels& kernels_;
-  Pool pool_;
+  std::shared_ptr<Pool> shared_;
+  Pool& pool_;
   std::vector<Activations> arranged_;
   std::vector<Tail> tails_;
   std::vector<Run> runs_;

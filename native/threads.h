@@ -16,6 +16,8 @@ namespace slip {
 
 class Pool {
  public:
+  std::mutex in_use;  // held by who runs parts, where several may want to
+
   explicit Pool(int threads) {
     for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
   }

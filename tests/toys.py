@@ -30,6 +30,7 @@ class ToyRuntime:
     """
 
     exact = False
+    hidden_size = layers = 1
 
     def __init__(
         self,
@@ -163,6 +164,8 @@ def target_of(vocab_size: int, *, max_num_seqs: int = 4, max_model_len: int = 64
         raise AssertionError("nothing to load")
 
     return Target(
+        name="toy",
+        runtime=ToyRuntime(vocab_size, seed=0),
         tokenizer=None,
         vocab_size=vocab_size,
         max_num_seqs=max_num_seqs,

@@ -107,6 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     bench = command("bench", "Measure speed beside plain decoding, round by round in one run.")
     _bench_options(bench)
 
+    train = command("train", "Make a draft head for a model, on text of the model's own.")
+    _train_options(train)
+
     pull = command("pull", "Fetch a model now, so that later commands start at once.")
     pull.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"default {DEFAULT_MODEL}")
     return parser
@@ -120,14 +123,48 @@ def _model_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> None:
         "--max-num-seqs", type=int, default=max_num_seqs, help=f"at once (default {max_num_seqs})"
     )
     group = parser.add_argument_group("speculation")
-    group.add_argument("--method", help="ngram (default), draft_model, or none")
+    group.add_argument("--method", help="ngram (default), draft_model, eagle3, or none")
     group.add_argument(
-        "--draft-model", "--speculative-model", dest="draft_model", help="implies draft_model"
+        "--draft-model",
+        "--speculative-model",
+        dest="draft_model",
+        help="or draft head of --method eagle3; alone implies draft_model",
     )
     group.add_argument("--num-speculative-tokens", type=int, metavar="K", help="longest draft")
     group.add_argument(
         "--speculative-config", metavar="JSON", help="all of it, and a method's own options"
     )
+
+
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("method", choices=("eagle3",), help="kind of head")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="goes on there")
+    parser.add_argument("--json", action="store_true", help="last line: one JSON object")
+    group = _runtime_options(parser)
+    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
+    group.add_argument("--quantization", default="none", help="none, int8, int4, fp8")
+    group.add_argument("--max-num-seqs", type=int, default=32, help="answers at once (default 32)")
+    group = parser.add_argument_group("text")
+    group.add_argument(
+        "--data", default="self", metavar="FILE", help="JSONL of questions; self: the model asks"
+    )
+    group.add_argument("--tokens", type=int, default=700_000, help="of text (default 700,000)")
+    group.add_argument("--max-answer", type=int, default=192, help="tokens (default 192)")
+    group.add_argument(
+        "--keep-answers", action="store_true", help="learn those of the file, not the model's own"
+    )
+    group = parser.add_argument_group("head")
+    group.add_argument("--draft-vocab", type=int, default=8192, help="tokens (default 8192)")
+    group.add_argument(
+        "--taps", type=_list_of(int), default=[], metavar="LIST", help="layers (default: paper's)"
+    )
+    group = parser.add_argument_group("training")
+    group.add_argument("--epochs", type=int, default=4, help="default 4")
+    group.add_argument("--passes", type=int, default=4, help="of training-time test (default 4)")
+    group.add_argument("--learning-rate", type=float, default=1e-3, help="its peak, default 0.001")
+    group.add_argument("--tokens-per-step", type=int, default=2048, help="of a batch, 2048")
+    group.add_argument("--loss", default="ce", help="ce (default), ce+l1")
+    group.add_argument("--seed", type=int, default=0, help="the same seed, the same head")
 
 
 def _runtime_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

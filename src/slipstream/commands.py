@@ -153,6 +153,30 @@ def bench(args: Namespace) -> int:
     return run(args)
 
 
+def train(args: Namespace) -> int:
+    from slipstream import show
+    from slipstream.models.sources import say
+    from slipstream.train.loop import TrainOptions
+    from slipstream.train.run import TrainConfig
+    from slipstream.train.run import train as make
+
+    names = ("epochs", "learning_rate", "tokens_per_step", "seed")
+    own = [f.name for f in dataclasses.fields(TrainConfig) if f.name != "options"]
+    config = TrainConfig(
+        **{name: getattr(args, name) for name in own},
+        options=TrainOptions(**{name: getattr(args, name) for name in names}),
+    )
+    command = " ".join(["slipstream", *sys.argv[1:]])
+    found = make(_llm(args, None), config, command, show.progress_to, say)
+    out, _ = show.consoles()
+    out.print(f"{found['head']}: use it with --method eagle3 --draft-model {found['head']}")
+    for name, tau in found["mean_tokens_per_step"].items():
+        out.print(f"  τ {tau:.2f}  {name}")
+    if args.json:
+        print(json.dumps(found))
+    return EXIT_OK
+
+
 def _llm(args: Namespace, config: dict[str, Any] | None) -> Any:
     first = "slipstream.llm" not in sys.modules
     from slipstream.llm import LLM
@@ -266,7 +290,7 @@ def _speculative_config(args: Namespace) -> dict[str, Any] | None:
     config.setdefault("method", "draft_model" if "model" in config else DEFAULT_METHOD)
     if config["method"] == "draft_model" and "model" not in config:
         raise SlipstreamError("--method draft_model needs a model: name it with --draft-model")
-    if isinstance(config.get("model"), str):
+    if config["method"] == "draft_model" and isinstance(config["model"], str):
         find(config["model"])
     from slipstream.drafters import parse
 

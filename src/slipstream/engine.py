@@ -26,14 +26,15 @@ from slipstream.types import (
     StepRows,
     Verdict,
 )
-from slipstream.verify import REJECTION_SAMPLERS, follow
+from slipstream.verify import LOSSY_SAMPLERS, REJECTION_SAMPLERS, follow
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """max_num_seqs: requests in flight. max_model_len: tokens of prompt and output together.
     num_speculative_tokens: K, the longest draft. prefill_chunk: prompt tokens a step takes.
-    rejection_sample_method: "standard" or "block", for sampled drafts. logprobs_mode: as in vLLM.
+    rejection_sample_method: "standard" or "block", for sampled drafts; "typical", which is lossy,
+        for all. logprobs_mode: as in vLLM.
     vocab_size: ids that the tokenizer knows; padding of the matrices beyond them is never sampled.
     """
 
@@ -226,7 +227,8 @@ class Engine:
         request, draft = plan.request, plan.draft
         if request.params.greedy:
             return follow(draft, lambda row: self._choose_greedy(plan, logits, row))
-        if draft.draft_probs is None and self.on_verdict is None:
+        lossy = self.config.rejection_sample_method in LOSSY_SAMPLERS
+        if draft.draft_probs is None and self.on_verdict is None and not lossy:
             return follow(draft, lambda row: self._sample(plan, logits, row))
         probs = self._target_probs(plan, logits, range(len(logits)))
         verdict = self._verify_sampled(request, draft, probs)
@@ -251,8 +253,11 @@ class Engine:
         return request.noise.sample(probs, position)
 
     def _verify_sampled(self, request: Request, draft: Draft, probs: Tensor) -> Verdict:
+        method = self.config.rejection_sample_method
+        if method in LOSSY_SAMPLERS:
+            return LOSSY_SAMPLERS[method](draft, probs, request.noise, len(request.tokens))
         if draft.draft_probs is not None:
-            verify = REJECTION_SAMPLERS[self.config.rejection_sample_method]
+            verify = REJECTION_SAMPLERS[method]
             return verify(draft, probs, request.noise, len(request.tokens))
         return follow(draft, lambda row: self._draw(request, draft, probs[row], row))
 
@@ -317,7 +322,7 @@ class Engine:
     def _logprobs(
         self, plan: _Plan, verdict: Verdict, logits: Tensor, tokens: Sequence[int]
     ) -> list[dict[int, Logprob]]:
-        request, params = plan.request, plan.request.params
+        params = plan.request.params
         if params.logprobs is None:
             return []
         if self.config.logprobs_mode == "processed_logprobs":
@@ -331,4 +336,3 @@ class Engine:
         self.scheduler.remove(request)
         if self.drafter is not None:
             self.drafter.release(request)
-

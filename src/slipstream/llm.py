@@ -70,6 +70,7 @@ class LLM:
             threads=threads,
             kv_cache_dtype=kv_cache_dtype,
         )
+        self._notify = notify
         self._load = lambda name: load(name, config, notify=notify)
         self.model = self._load(model)
         self.tokenizer = self.model.tokenizer
@@ -201,11 +202,14 @@ class LLM:
         drafter = None
         if speculation is not None:
             target = Target(
+                name=model.name,
+                runtime=model.runtime,
                 tokenizer=model.tokenizer,
                 vocab_size=model.vocab_size,
                 max_num_seqs=self._max_num_seqs,
                 max_model_len=self._max_model_len,
                 load=self._load_drafter,
+                notify=self._notify,
             )
             drafter = speculation.drafter.build(target)
         config = EngineConfig(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from slipstream.proof.identity import Mismatch
     from slipstream.proof.run import Proof
 
+_TOLD_EVERY = 15  # seconds, where stderr is no terminal
 TINT = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "plain": ""}
 LEGEND = "[green]accepted draft[/] · [yellow]recovered[/] · [cyan]bonus[/]"
 
@@ -160,3 +162,27 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
+
+
+@contextmanager
+def progress_to(what: str, total: int) -> Iterator[Callable[[int | None, str], None]]:
+    """A bar on stderr; gives the function that moves it to a place (None: on by one) with a word on
+    how it goes. Where stderr is no terminal, a line now and then."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    told = time.monotonic()
+    note = TextColumn("{task.fields[note]}")
+    with Progress(*columns, TimeRemainingColumn(), note, console=console) as bar:
+        task = bar.add_task(what, total=total, note="")
+
+        def move(done: int | None, word: str) -> None:
+            nonlocal told
+            if done is None:
+                bar.advance(task)
+            else:
+                bar.update(task, completed=done, note=word)
+            if not console.is_terminal and time.monotonic() - told > _TOLD_EVERY:
+                told = time.monotonic()
+                print(f"{what}: {bar.tasks[0].completed:,.0f} of {total:,} {word}", file=sys.stderr)
+
+        yield move

@@ -8,6 +8,7 @@ Row 0 of ``target_probs`` belongs to the newest token, row i + 1 to draft token 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from slipstream.noise import Noise
 from slipstream.types import ROOT, Draft, Origin, Verdict
+
+_EPSILON, _DELTA = 0.09, 0.3  # of typical acceptance
 
 
 def follow(draft: Draft, choose: Callable[[int], int]) -> Verdict:
@@ -112,6 +115,35 @@ def _block_chance(draft: Draft, target_probs: Tensor, i: int, weight: float) -> 
     return gain / (gain + 1 - weight) if gain > 0 else 0.0
 
 
+def typical_acceptance(draft: Draft, target_probs: Tensor, noise: Noise, position: int) -> Verdict:
+    """Lossy: accept what the target finds probable enough, whoever guessed it.
+
+    Cai et al. 2024 (arXiv 2401.10774), section 2.3.1: a token x stands where all above it do and
+    target(x) > min(ε, δ·exp(-H)), H the entropy of the target's distribution there, ε = 0.09 and
+    δ = 0.3 as in the authors' code. Of the accepted paths the longest counts, of equals the one
+    that is most probable for the target; the token after it is a sample. The output is *not*
+    distributed as the target's: improbable tokens become rarer, drafted ones more frequent.
+
+    target_probs: [n + 1, V]. position: of the first token after the newest one.
+    """
+    best: list[int] = []
+    scores, paths = {ROOT: 0.0}, {ROOT: best}
+    entropy = torch.special.entr(target_probs).sum(-1)
+    least = (_DELTA * torch.exp(-entropy)).clamp_max(_EPSILON)
+    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+        prob = float(target_probs[parent + 1, token])
+        if parent not in paths or not prob > float(least[parent + 1]):
+            continue
+        scores[node] = scores[parent] + math.log(prob)
+        paths[node] = [*paths[parent], node]
+        end = best[-1] if best else ROOT
+        if (len(paths[node]), scores[node]) > (len(best), scores[end]):
+            best = paths[node]
+    end = best[-1] if best else ROOT
+    token = noise.sample(target_probs[end + 1], position + len(best))
+    return Verdict(path=best, next_token=token, origin=_origin(draft, draft.children(end)))
+
+
 def _origin(draft: Draft, untaken: list[int]) -> Origin:
     if not draft:
         return "plain"
@@ -122,3 +154,7 @@ REJECTION_SAMPLERS: dict[str, Callable[[Draft, Tensor, Noise, int], Verdict]] = 
     "standard": rejection_sample,
     "block": block_verify,
 }
+LOSSY_SAMPLERS: dict[str, Callable[[Draft, Tensor, Noise, int], Verdict]] = {
+    "typical": typical_acceptance,
+}
+"""For drafts of any kind; never among the lossless ones."""

@@ -201,6 +201,8 @@ class Tokenizer:
 
 def build(tokenizer: Tokenizer, width: int, target_tokenizer: Tokenizer) -> DraftModelDrafter:
     target = Target(
+        name="the-target",
+        runtime=ToyRuntime(width),
         tokenizer=target_tokenizer,
         vocab_size=len(target_tokenizer.get_vocab()),
         max_num_seqs=2,

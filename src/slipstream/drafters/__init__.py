@@ -49,14 +49,18 @@ class FeatureDrafter(Drafter, Protocol):
 class Target:
     """What a drafter may know of the model it drafts for.
 
-    load: a second model of the user's naming → (runtime, tokenizer).
+    load: a second model of the user's naming → (runtime, tokenizer). notify: is told in a line what
+    the user should know.
     """
 
+    name: str
+    runtime: Runtime
     tokenizer: Any
     vocab_size: int
     max_num_seqs: int
     max_model_len: int
     load: Callable[[str], tuple[Runtime, Any]]
+    notify: Callable[[str], None] = print
 
 
 class DrafterConfig(Protocol):
@@ -70,6 +74,8 @@ class DrafterConfig(Protocol):
 _METHODS = {
     "ngram": "slipstream.drafters.ngram:NgramConfig",
     "draft_model": "slipstream.drafters.draft_model:DraftModelConfig",
+    "eagle3": "slipstream.drafters.eagle:EagleConfig",
+    "medusa": "slipstream.drafters.medusa:MedusaConfig",
 }
 METHODS = tuple(_METHODS)
 
@@ -77,7 +83,8 @@ METHODS = tuple(_METHODS)
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
     """A parsed ``speculative_config``. rejection_sample_method: of sampled drafts, a key of
-    ``verify.REJECTION_SAMPLERS``."""
+    ``verify.REJECTION_SAMPLERS``; or of all drafts, one of ``verify.LOSSY_SAMPLERS``, where the
+    drafter's own option ``acceptance`` asks for it."""
 
     method: str
     drafter: DrafterConfig
@@ -104,4 +111,6 @@ def parse(values: Mapping[str, Any]) -> Speculation:
     module, name = _METHODS[method].split(":")
     config = from_dict(getattr(import_module(module), name), options, f"{method} option")
     require_integer("num_speculative_tokens", config.num_speculative_tokens, 1)
+    acceptance = getattr(config, "acceptance", "lossless")
+    sampler = sampler if acceptance == "lossless" else acceptance
     return Speculation(method=method, drafter=config, rejection_sample_method=sampler)

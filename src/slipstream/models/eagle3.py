@@ -8,17 +8,16 @@ Shapes: h hidden · F layers tapped · D head dimension · d draft vocabulary ·
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
+from slipstream.models import head_files
+from slipstream.models.head_files import vocabulary_maps as vocabulary_maps
 
 VERSION = "0.3.0"  # of the format that is written
 _LAYER = "layers.0."
@@ -95,7 +94,7 @@ class Eagle3Weights:
     @property
     def target_ids(self) -> Tensor:
         """[d]: the target's id of each token of the draft vocabulary."""
-        return torch.arange(self.config.draft_vocab) + self.tensors["d2t"].long()
+        return head_files.target_ids(self.tensors["d2t"])
 
 
 def default_taps(layers: int) -> tuple[int, int, int]:
@@ -108,21 +107,11 @@ def read(folder: Path, name: str) -> Eagle3Weights:
 
     Raises SlipstreamError naming what is missing, of another shape, out of range or no number.
     """
-    words = _json(folder / "config.json", name)
+    words = head_files.read_words(folder / "config.json", name)
     tensors = _names(_tensors(folder, name))
     config = _config(words, tensors, name)
     _check(config, tensors, name)
     return Eagle3Weights(config=config, tensors=tensors)
-
-
-def _json(path: Path, name: str) -> dict[str, Any]:
-    try:
-        words = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SlipstreamError(f"{name}: {path} can't be read: {error}") from error
-    if not isinstance(words, dict):
-        raise SlipstreamError(f"{name}: {path} is not a JSON object")
-    return words
 
 
 def _tensors(folder: Path, name: str) -> dict[str, Tensor]:
@@ -134,11 +123,7 @@ def _tensors(folder: Path, name: str) -> dict[str, Tensor]:
     path = folder / "pytorch_model.bin"
     if not path.is_file():
         raise SlipstreamError(f"{name}: {folder} has neither *.safetensors nor {path.name}")
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for a damaged file
-        raise SlipstreamError(f"{name}: {path} can't be read: {error}") from error
-    return {key: value for key, value in loaded.items() if isinstance(value, Tensor)}
+    return head_files.read_pickled(path, name)
 
 
 def _names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -188,65 +173,14 @@ def _config(words: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str) 
 def _check(config: Eagle3Config, tensors: Mapping[str, Tensor], name: str) -> None:
     wanted = config.shapes()
     allowed = wanted | {"embed_tokens.weight": (config.vocab, config.hidden)}
-    for what, keys in (
-        ("lacks", sorted(wanted.keys() - tensors.keys())),
-        ("has, and EAGLE-3 has not,", sorted(tensors.keys() - allowed.keys())),
-    ):
-        if keys:
-            shown = ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")
-            raise SlipstreamError(f"{name}: the checkpoint {what} {shown}")
-    for key, tensor in sorted(tensors.items()):
-        if tuple(tensor.shape) != allowed[key]:
-            raise SlipstreamError(
-                f"{name}: {key} is {list(tensor.shape)}, by its config.json {list(allowed[key])}"
-            )
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise SlipstreamError(f"{name}: {key} holds numbers that are none (NaN or infinity)")
-    _check_maps(config, tensors, name)
-
-
-def _check_maps(config: Eagle3Config, tensors: Mapping[str, Tensor], name: str) -> None:
-    """d2t and t2d must be one map: offsets to ids in ascending order, and the mask of those ids."""
-    ids = Eagle3Weights(config=config, tensors=tensors).target_ids
-    if not bool(((ids >= 0) & (ids < config.vocab)).all()):
-        raise SlipstreamError(f"{name}: d2t leads out of the vocabulary of {config.vocab} tokens")
-    mask = _mask(ids, config.vocab)
-    if int(mask.sum()) != config.draft_vocab:
-        raise SlipstreamError(f"{name}: d2t leads to the same token twice")
-    if not torch.equal(mask, tensors["t2d"].bool()):
-        raise SlipstreamError(f"{name}: t2d doesn't mark the tokens that d2t leads to")
-
-
-def vocabulary_maps(ids: Sequence[int], vocab: int) -> tuple[Tensor, Tensor]:
-    """(d2t, t2d) of a draft vocabulary, its target ids ascending."""
-    used = torch.tensor(list(ids), dtype=torch.int64)
-    assert bool((used[1:] > used[:-1]).all())
-    return used - torch.arange(len(used)), _mask(used, vocab)
-
-
-def _mask(ids: Tensor, vocab: int) -> Tensor:
-    mask = torch.zeros(vocab, dtype=torch.bool)
-    mask[ids] = True
-    return mask
+    head_files.check_tensors(tensors, wanted, allowed, "EAGLE-3", name)
+    head_files.check_maps(tensors, config.vocab, name)
 
 
 def write(folder: Path, head: Eagle3Weights, *, speculative_tokens: int) -> None:
     """Write a head as speculators does. The folder appears complete or not at all."""
-    from safetensors.torch import save_file
-
-    temporary = folder.with_name(folder.name + ".part")
-    temporary.mkdir(parents=True, exist_ok=True)
-    tensors = {key: value.contiguous() for key, value in head.tensors.items()}
-    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-    words = json.dumps(_words(head.config, speculative_tokens), indent=2)
-    (temporary / "config.json").write_text(words + "\n", encoding="utf-8")
-    if folder.is_dir():
-        old = folder.with_name(folder.name + ".old")
-        folder.rename(old)
-        temporary.rename(folder)
-        shutil.rmtree(old)
-    else:
-        temporary.rename(folder)
+    words = _words(head.config, speculative_tokens)
+    head_files.write(folder, "model.safetensors", head.tensors, words)
 
 
 def _words(config: Eagle3Config, speculative_tokens: int) -> dict[str, Any]:

@@ -28,9 +28,14 @@ class Eagle3Module(nn.Module):
         self.config = config
         self.fc = nn.Linear(config.features, config.hidden, False)
         self.layers = nn.ModuleList([_Layer(config)])
-        self.norm = nn.RMSNorm(config.hidden, config.eps)
+        self.norm = Norm(config.hidden, config.eps)
         self.lm_head = nn.Linear(config.hidden, config.draft_vocab, False)
         self.register_buffer("embedding", embedding, persistent=False)
+
+    def to_device(self, device: torch.device) -> None:
+        """What is no parameter, for a module that was made on meta."""
+        for layer in self.layers:
+            layer.self_attn.set_frequencies(device)  # type: ignore[union-attr,operator]
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features, [..., F·h] → [..., h]."""
@@ -56,12 +61,20 @@ class Eagle3Module(nn.Module):
         return logits
 
 
+class Norm(nn.RMSNorm):
+    """In the dtype of its weight: under autocast what comes in is narrower."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = super().forward(x.to(self.weight.dtype))
+        return normed
+
+
 class _Layer(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        self.hidden_norm = nn.RMSNorm(config.hidden, config.eps)
-        self.input_layernorm = nn.RMSNorm(config.hidden, config.eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden, config.eps)
+        self.hidden_norm = Norm(config.hidden, config.eps)
+        self.input_layernorm = Norm(config.hidden, config.eps)
+        self.post_attention_layernorm = Norm(config.hidden, config.eps)
         self.self_attn = _Attention(config)
         self.mlp = _MLP(config)
         self._normed_residual = config.norm_before_residual
@@ -82,14 +95,18 @@ class _Attention(nn.Module):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        self._dim = config.dim
+        self._dim, self._theta = config.dim, config.rope_theta
         query, kv = config.heads * config.dim, config.kv_heads * config.dim
         self.q_proj = nn.Linear(2 * config.hidden, query, False)
         self.k_proj = nn.Linear(2 * config.hidden, kv, False)
         self.v_proj = nn.Linear(2 * config.hidden, kv, False)
         self.o_proj = nn.Linear(query, config.hidden, False)
-        steps = torch.arange(0, config.dim, 2, dtype=torch.float32) / config.dim
-        self.register_buffer("_frequencies", config.rope_theta**-steps, persistent=False)
+        self.set_frequencies(None)
+
+    def set_frequencies(self, device: torch.device | None) -> None:
+        """They are float32 in a head of any dtype."""
+        steps = torch.arange(0, self._dim, 2, dtype=torch.float32, device=device) / self._dim
+        self.register_buffer("_frequencies", self._theta**-steps, persistent=False)
 
     def forward(
         self, x: Tensor, positions: Tensor, seen: Tensor, past: KV | None

@@ -14,11 +14,14 @@ from slipstream.types import StepOutput, StepRows
 class Runtime(Protocol):
     """``step`` is a pure function: it reads committed KV and changes nothing.
 
-    vocab_size: width of the logits. max_length: tokens of context the model was made for.
+    vocab_size: width of the logits. hidden_size: of a feature. layers: how many.
+    max_length: tokens of context the model was made for.
     dtype: of its arithmetic. exact: a row's bits depend on nothing but its own path.
     """
 
     vocab_size: int
+    hidden_size: int
+    layers: int
     max_length: int
     dtype: _torch.dtype
     exact: bool

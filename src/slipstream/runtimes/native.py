@@ -66,7 +66,8 @@ class NativeCache(Cache):
 class NativeRuntime:
     """A packed model behind the ``Runtime`` protocol.
 
-    kernels: the instruction set in use; "" chooses the best that this processor has.
+    kernels: the instruction set in use; "" chooses the best that this processor has. model: the
+    extension's. narrow: whether caches hold bf16.
     """
 
     dtype = torch.float32  # of the arithmetic, whatever the weights are stored as
@@ -84,30 +85,30 @@ class NativeRuntime:
         self.hidden_size: int = config.hidden_size
         self.max_length: int = context_length(config)
         self.threads = options.threads or physical_cores()
-        self._narrow = options.kv_cache_dtype == "bfloat16"
+        self.narrow = options.kv_cache_dtype == "bfloat16"
         pack = _Packer(config, tensors, blocks, options)
         tables, table_of, windows = layout.rotary_and_window(config)
         words = layout.config_words(config) | {"rotary": tables}
         outer = pack(layout.outer_names(config, tensors), outer=True)
-        self._model = _native.Model(words, outer, self.threads, kernels)
+        self.model = _native.Model(words, outer, self.threads, kernels)
         self.layers: int = config.num_hidden_layers
         for i in range(self.layers):
             layer = pack(layout.layer_names(config, i, tensors))
-            self._model.add_layer(layer, windows[i], table_of[i])
-        self.kernels: str = self._model.kernels
+            self.model.add_layer(layer, windows[i], table_of[i])
+        self.kernels: str = self.model.kernels
 
     @property
     def weight_bytes(self) -> int:
         """Of the packed weights."""
-        return int(self._model.bytes)
+        return int(self.model.bytes)
 
     def new_cache(self, slots: int, max_length: int) -> NativeCache:
-        return NativeCache(self._model, slots=slots, max_length=max_length, narrow=self._narrow)
+        return NativeCache(self.model, slots=slots, max_length=max_length, narrow=self.narrow)
 
     def step(self, batch: Sequence[StepRows], cache: Cache, taps: Sequence[int] = ()) -> StepOutput:
         assert isinstance(cache, NativeCache)
-        rows, output = _Rows(batch, cache), _native.Output()
-        _native.step(self._model, cache.native, output, *rows.columns, list(taps), self.layers)
+        rows, output = Rows(batch, cache), _native.Output()
+        _native.step(self.model, cache.native, output, *rows.columns, list(taps), self.layers)
         logits = torch.from_numpy(output.logits(self.vocab_size))
         features = None
         if taps:
@@ -132,13 +133,13 @@ class NativeRuntime:
         tokens).
         """
         assert isinstance(cache, NativeCache)
-        rows, output = _Rows(batch, cache), _native.Output()
+        rows, output = Rows(batch, cache), _native.Output()
         chosen = [
             (c.params.temperature, c.params.top_k, c.params.top_p, c.params.min_p, list(c.numbers))
             for c in choices
         ]
         drafts = _native.draft(
-            self._model, cache.native, output, *rows.columns, list(counts), chosen, vocab_size
+            self.model, cache.native, output, *rows.columns, list(counts), chosen, vocab_size
         )
         none = torch.empty(0, self.vocab_size)
         step = StepOutput(logits=none, new_kv=NativeKV(output=output, starts=rows.starts))
@@ -154,7 +155,7 @@ class Choice:
     numbers: Sequence[float] = ()
 
 
-class _Rows:
+class Rows:
     """A batch as the extension takes it. starts: for each request its first row."""
 
     def __init__(self, batch: Sequence[StepRows], cache: Cache) -> None:

@@ -42,10 +42,17 @@ class TorchRuntime:
         self.dtype: torch.dtype = model.dtype
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.max_length: int = context_length(config)
-        self._layer_count: int = config.num_hidden_layers
+        self.hidden_size: int = config.hidden_size
+        self.layers: int = config.num_hidden_layers
         if self._model.device.type == "cpu":
             _transpose_products(model)
         self._layers = self._probe()
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, hidden], of the model itself."""
+        weight: Tensor = self._model.model.get_input_embeddings().weight
+        return weight
 
     def new_cache(self, slots: int, max_length: int) -> TorchCache:
         return TorchCache(
@@ -118,7 +125,7 @@ class TorchRuntime:
         features = None
         if tapped is not None:
             features = torch.cat([tapped[b, : len(rows.tokens)] for b, rows in enumerate(batch)])
-        order = range(self._layer_count)
+        order = range(self.layers)
         return StepOutput(
             logits=logits,
             new_kv=TensorKV(

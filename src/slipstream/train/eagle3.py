@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from slipstream.models.eagle3 import Eagle3Config, Eagle3Weights, vocabulary_maps
@@ -62,7 +61,7 @@ def initial(target: TargetParts, config: Eagle3Config, ids: Sequence[int]) -> Ea
     """
     module = Eagle3Module(config, target.embedding)
     h, layer = config.hidden, target.layer
-    state = {name: value for name, value in module.state_dict().items()}
+    state = dict(module.state_dict())
     for name in state.keys() & {f"layers.0.{n}" for n in layer}:
         if state[name].shape == layer[name.removeprefix("layers.0.")].shape:
             state[name] = layer[name.removeprefix("layers.0.")]
@@ -105,11 +104,14 @@ class Batch:
 class Collate:
     """Examples → ``Batch``; ids: of the draft vocabulary, ascending."""
 
-    def __init__(self, target: TargetParts, ids: Sequence[int], passes: int) -> None:
+    def __init__(
+        self, target: TargetParts, ids: Sequence[int], passes: int, device: torch.device
+    ) -> None:
         self._target = target
         self._passes = passes
+        self._device = device
         used = torch.tensor(ids)
-        self._rows = target.lm_head[used]
+        self._rows = target.lm_head[used].to(device)
         self._draft_id = torch.full((target.config.vocab_size,), -1)
         self._draft_id[used] = torch.arange(len(used))
 
@@ -123,13 +125,13 @@ class Collate:
         answers = best >= 0
         guess = torch.where(answers, self._draft_id[best], -1)
         counts = guess >= 0
-        logits = self._target.normed(last[counts]) @ self._rows.T
+        logits = self._target.normed(last[counts]).to(self._device) @ self._rows.T
         return Batch(
-            tokens=tokens,
-            features=features.float(),
-            counts=counts,
+            tokens=tokens.to(self._device),
+            features=features.to(self._device).float(),
+            counts=counts.to(self._device),
             probs=logits.softmax(-1),
-            best=guess[counts],
+            best=guess[counts].to(self._device),
             missed=int(answers.sum() - counts.sum()),
         )
 
@@ -149,10 +151,11 @@ def unroll(module: Eagle3Module, batch: Batch, passes: int) -> list[Tensor]:
     """Logits of each pass at the rows that count, [N, d]."""
     hidden = module.fuse(batch.features)
     rows = batch.tokens.shape[1]
-    positions = torch.arange(rows).expand(batch.tokens.shape)
+    device = batch.tokens.device
+    positions = torch.arange(rows, device=device).expand(batch.tokens.shape)
     past, logits = None, []
     for index in range(passes):
-        mask = seen(rows, index)
+        mask = seen(rows, index).to(device)
         out, past = module(batch.tokens, hidden, positions, mask, past)
         logits.append(module.logits(out[batch.counts]))
         hidden = out.roll(1, dims=1)
@@ -175,8 +178,8 @@ def training_loss(module: Eagle3Module, batch: Batch, passes: int, l1: float) ->
     """All passes together."""
     logits = unroll(module, batch, passes)
     weights = [_DECAY**i for i in range(passes)]
-    total = sum(w * loss_of(x, batch.probs, l1) for w, x in zip(weights, logits, strict=True))
-    return total / sum(weights)
+    losses = [w * loss_of(x, batch.probs, l1) for w, x in zip(weights, logits, strict=True)]
+    return torch.stack(losses).sum() / sum(weights)
 
 
 @torch.inference_mode()

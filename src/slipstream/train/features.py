@@ -1,7 +1,7 @@
 """What the target thinks of the training text, computed once and kept on disk.
 
-A shard holds some conversations; a shard that is there is complete, so a run that was killed goes on
-with the first one that is missing.
+A shard holds some conversations; one that is there is complete, so a run that was killed goes on
+with the first that is missing.
 
 Shapes: n tokens of a shard · T tokens of a conversation · F layers tapped · h hidden.
 """

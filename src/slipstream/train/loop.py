@@ -1,7 +1,7 @@
-"""The training loop of any head: batches, steps, held-out acceptance, log, and going on after a kill.
+"""The training loop of any head: batches, steps, held-out acceptance, log, going on after a kill.
 
-The order of batches, the learning rate and the dropout of nothing else depend on the seed and the
-step alone, so a run that was killed and resumed ends with the same weights as one that was not.
+The batches and the learning rate depend on the seed and the step alone, so a run that was killed
+and resumed ends with the weights of one that was not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,7 +43,8 @@ class TrainOptions:
 class Task(Protocol):
     """What is trained: a module, its loss, and what it reaches on text that it did not see."""
 
-    module: nn.Module
+    @property
+    def module(self) -> nn.Module: ...
 
     def loss(self, examples: Sequence[Example]) -> Tensor: ...
 
@@ -52,14 +53,12 @@ class Task(Protocol):
         ...
 
 
-@dataclass(kw_only=True)
-class Progress:
-    """step: of ``steps``. rows: of the log so far."""
+Report = Callable[[int, str], None]
+"""Is told the steps done, and how it goes in a few words."""
 
-    step: int
-    steps: int
-    loss: float
-    acceptance: list[float] = field(default_factory=list)
+
+def steps_of(entries: Sequence[Entry], options: TrainOptions) -> int:
+    return sum(len(list(_epoch(entries, options, epoch))) for epoch in range(options.epochs))
 
 
 def fit(
@@ -67,7 +66,7 @@ def fit(
     entries: Sequence[Entry],
     folder: Path,
     options: TrainOptions,
-    report: Callable[[Progress], None],
+    report: Report,
     *,
     device: torch.device,
 ) -> None:
@@ -81,6 +80,7 @@ def fit(
     log = _Log(folder / LOG, first)
     saved = started = time.monotonic()
     losses: list[float] = []
+    tau = ""
     for step in range(first, len(batches)):
         for group in optimizer.param_groups:
             group["lr"] = options.learning_rate * _schedule(step, len(batches), options.warmup)
@@ -92,14 +92,14 @@ def fit(
         optimizer.step()
         losses.append(loss.item())
         done, last = step + 1, step + 1 == len(batches)
-        progress = Progress(step=done, steps=len(batches), loss=losses[-1])
         if last or done % options.evaluate_every == 0:
             with torch.autocast(device.type, torch.bfloat16):
-                progress.acceptance = task.held_out()
+                acceptance = task.held_out()
             spent = seconds + time.monotonic() - started
-            log.add(done, spent, sum(losses) / len(losses), progress.acceptance)
+            log.add(done, spent, sum(losses) / len(losses), acceptance)
+            tau = f", τ of a chain {1 + sum(acceptance):.2f}"
             losses.clear()
-        report(progress)
+        report(done, f"loss {loss.item():.2f}{tau}")
         if last or time.monotonic() - saved > 60 * options.save_minutes:
             _save(folder, task.module, optimizer, done, seconds + time.monotonic() - started)
             saved = time.monotonic()
@@ -126,9 +126,7 @@ def _epoch(entries: Sequence[Entry], options: TrainOptions, epoch: int) -> Itera
     yield from batches
 
 
-def _save(
-    folder: Path, module: nn.Module, optimizer: Any, step: int, seconds: float
-) -> None:
+def _save(folder: Path, module: nn.Module, optimizer: Any, step: int, seconds: float) -> None:
     temporary = folder / (_STATE + ".part")
     state = {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state | {"step": step, "seconds": seconds}, temporary)

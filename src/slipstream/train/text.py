@@ -1,8 +1,8 @@
 """Text to train a head on: conversations whose answers are the target's own.
 
-A head learns what its target will say, so each answer is the target's, whoever asked. Questions come
-from a file, or from the target too: an instruct model goes on writing where its template opens the
-user's turn (Xu et al. 2024, "Magpie", arXiv 2406.08464).
+A head learns what its target will say, so each answer is the target's, whoever asked. Questions
+come from a file, or from the target too: an instruct model goes on writing where its template opens
+the user's turn (Xu et al. 2024, "Magpie", arXiv 2406.08464).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from slipstream.config import SamplingParams
 from slipstream.errors import SlipstreamError
+from slipstream.train.questions import Messages, split_answer
 
 _MARK = "@@@slipstream@@@"
 _LONGEST_QUESTION = 512  # tokens
@@ -23,10 +24,12 @@ _SAME_SHARE = 0.5  # of a question's words: one that says a few over and over te
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """prompt: token ids up to the assistant's turn. answer: what the target wrote there."""
+    """prompt: token ids up to the assistant's turn. answer: what stands there, the target's own
+    words as a rule. number: of the question in the user's file."""
 
     prompt: Sequence[int]
     answer: Sequence[int]
+    number: int = 0
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.answer)
@@ -42,7 +45,7 @@ def read(path: Path) -> Iterator[Conversation]:
                 return
             try:
                 words = json.loads(line)
-                yield Conversation(prompt=words["prompt"], answer=words["answer"])
+                yield Conversation(**words)
             except (ValueError, KeyError, TypeError) as error:
                 raise SlipstreamError(f"{path}, line {number}: no conversation ({error})") from None
 
@@ -85,16 +88,64 @@ def _worth_asking(text: str) -> bool:
 
 
 def answer(
-    llm: Any, questions: Sequence[Any], params: Sequence[SamplingParams]
+    llm: Any, questions: Sequence[Any], params: Sequence[SamplingParams], first: int = 0
 ) -> list[Conversation]:
-    """The target's answers; questions that are too long for its context are left out."""
+    """The target's answers; questions that are too long for its context are left out.
+
+    first: number of the first question.
+    """
     room = llm.engine.config.max_model_len
-    prompts = [llm.chat_tokens(messages) for messages in questions]
-    pairs = [(p, s) for p, s in zip(prompts, params, strict=True) if len(p) + s.max_tokens <= room]
-    runs = llm.generate([{"prompt_token_ids": p} for p, _ in pairs], [s for _, s in pairs])
+    asked = [
+        (number, llm.chat_tokens(messages), p)
+        for number, (messages, p) in enumerate(zip(questions, params, strict=True), first)
+    ]
+    asked = [(n, prompt, p) for n, prompt, p in asked if len(prompt) + (p.max_tokens or 0) <= room]
+    prompts = [{"prompt_token_ids": prompt} for _, prompt, _ in asked]
+    runs = llm.generate(prompts, [p for _, _, p in asked]) if prompts else []
     return [
-        Conversation(prompt=prompt, answer=list(run.outputs[0].token_ids))
-        for (prompt, _), run in zip(pairs, runs, strict=True)
+        Conversation(prompt=prompt, answer=list(run.outputs[0].token_ids), number=number)
+        for (number, prompt, _), run in zip(asked, runs, strict=True)
+    ]
+
+
+def answer_all(
+    llm: Any,
+    path: Path,
+    questions: Sequence[Messages],
+    *,
+    max_tokens: int,
+    keep: bool,
+    seed: int,
+    report: Callable[[int], None],
+    round_size: int = 64,
+) -> None:
+    """Answer a user's questions into the file, from the first that isn't answered there.
+
+    keep: where a conversation ends in an answer, learn that one instead of asking the target.
+    """
+    done = max((c.number + 1 for c in read(path)), default=0)
+    report(done)
+    for first in range(done, len(questions), round_size):
+        part = [split_answer(messages) for messages in questions[first : first + round_size]]
+        if keep:
+            made = [_kept(llm, *pair, first + i) for i, pair in enumerate(part) if pair[1]]
+        else:
+            params = _params(range(first, first + len(part)), max_tokens, seed)
+            made = answer(llm, [messages for messages, _ in part], params, first)
+        append(path, made)
+        report(min(first + round_size, len(questions)))
+
+
+def _kept(llm: Any, messages: Messages, given: str | None, number: int) -> Conversation:
+    ids = llm.tokenizer(given, add_special_tokens=False)["input_ids"]
+    return Conversation(prompt=llm.chat_tokens(messages), answer=list(ids), number=number)
+
+
+def _params(numbers: Sequence[int], max_tokens: int, seed: int) -> list[SamplingParams]:
+    """Every second answer is greedy, the others are sampled at temperature 1: a head is used for
+    both."""
+    return [
+        SamplingParams(temperature=n % 2, max_tokens=max_tokens, seed=seed + n) for n in numbers
     ]
 
 
@@ -110,7 +161,6 @@ def make(
 ) -> None:
     """Let the target ask and answer until the file holds ``tokens`` tokens; goes on where it was.
 
-    Every second answer is greedy, the others are sampled at temperature 1: a head is used for both.
     report: is told the tokens so far.
     """
     there = list(read(path))
@@ -119,11 +169,8 @@ def make(
     while done < tokens:
         first = seed + (number << 20)
         questions = own_questions(llm, round_size, first)
-        params = [
-            SamplingParams(temperature=i % 2, max_tokens=max_tokens, seed=first + i)
-            for i in range(len(questions))
-        ]
-        made = answer(llm, questions, params)
+        params = _params(range(len(questions)), max_tokens, first)
+        made = answer(llm, questions, params, number)
         if not made:
             raise SlipstreamError("the model wrote no question of its own: give some with --data")
         append(path, made)

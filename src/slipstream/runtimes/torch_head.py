@@ -1,0 +1,130 @@
+"""An EAGLE-3 head on PyTorch: beside targets on GPUs, and the reference on CPUs.
+
+Shapes: B requests · R rows of all · F layers tapped · h hidden · d draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream import tree
+from slipstream.cache import Cache, LayerShape, TensorKV, TorchCache
+from slipstream.drafters.expand import Expanded, TreeRows, TreeShape, expand_by_steps
+from slipstream.models.eagle3 import Eagle3Weights
+from slipstream.models.eagle3_module import Eagle3Module
+from slipstream.types import ROOT, StepOutput, StepRows
+
+
+class TorchHead:
+    """embedding: [V, h] of the target; its device and dtype are the head's."""
+
+    def __init__(self, weights: Eagle3Weights, embedding: Tensor) -> None:
+        config = weights.config
+        own = weights.tensors.get("embed_tokens.weight")
+        self._device, self._dtype = embedding.device, embedding.dtype
+        with torch.device("meta"):
+            module = Eagle3Module(config, torch.empty(0))
+        names = dict(module.named_parameters())
+        state = {k: v.to(embedding) for k, v in weights.tensors.items() if k in names}
+        module.load_state_dict(state, assign=True)
+        module.embedding = embedding if own is None else own.to(embedding)
+        module.to_device(embedding.device)
+        self._module = module.requires_grad_(False)
+        self.hidden_size = config.hidden
+        self.draft_vocab = config.draft_vocab
+        self.target_ids = weights.target_ids.to(embedding.device)
+        self._layer = LayerShape(kv_heads=config.kv_heads, key_dim=config.dim, value_dim=config.dim)
+
+    def new_cache(self, slots: int, max_length: int) -> TorchCache:
+        return TorchCache(
+            [self._layer],
+            slots=slots,
+            max_length=max_length,
+            dtype=self._dtype,
+            device=self._device,
+        )
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[R, F·h] of the target → [R, h]."""
+        return self._module.fuse(features.to(self._device, self._dtype))
+
+    def step(self, batch: Sequence[StepRows], cache: Cache, hidden: Tensor) -> StepOutput:
+        """hidden: [R, h], of the position before each row's token. Gives float32 logits [N, d] and
+        as features the rows' own hidden states [R, 1, h]."""
+        assert isinstance(cache, TorchCache)
+        slots = [rows.slot for rows in batch]
+        lengths = [cache.lengths[slot] for slot in slots]
+        counts = [len(rows.tokens) for rows in batch]
+        width, past = max(counts), max(lengths)
+        tokens = np.zeros((len(batch), width), dtype=np.int64)
+        positions = np.zeros((len(batch), width), dtype=np.int64)
+        seen = np.zeros((len(batch), width, past + width), dtype=bool)
+        seen[:, :, past:] = np.eye(width, dtype=bool)  # a padded row sees itself
+        for b, rows in enumerate(batch):
+            tokens[b, : counts[b]] = rows.tokens
+            positions[b, : counts[b]] = lengths[b] + tree.depths(rows.parents)
+            seen[b, : counts[b], : lengths[b]] = True
+            seen[b, : counts[b], past : past + counts[b]] = tree.ancestors(rows.parents)
+        padded = torch.nn.utils.rnn.pad_sequence(list(hidden.split(counts)), batch_first=True)
+        keys, values = cache.view(slots)
+        out, (key, value) = self._module(
+            self._tensor(tokens),
+            padded,
+            self._tensor(positions),
+            self._tensor(seen)[:, None],
+            (keys[0], values[0]),
+        )
+        flat = torch.cat([out[b, :count] for b, count in enumerate(counts)])
+        starts = np.cumsum([0, *counts])
+        wanted = [int(starts[b]) + row for b, rows in enumerate(batch) for row in rows.logit_rows]
+        return StepOutput(
+            logits=self._module.logits(flat[wanted]).float(),
+            new_kv=TensorKV(keys=[key[:, :, past:]], values=[value[:, :, past:]]),
+            features=flat[:, None],
+        )
+
+    def expand(
+        self,
+        batch: Sequence[StepRows],
+        cache: Cache,
+        features: Tensor,
+        shapes: Sequence[TreeShape],
+    ) -> tuple[StepOutput, list[Expanded]]:
+        """A tree below the last of each request's known rows; features: [R, F·h] of the target."""
+        hidden = self.fuse(features)
+        output = self.step(batch, cache, hidden)
+        assert output.features is not None
+        counts = [len(rows.tokens) for rows in batch]
+        known = list(hidden.split(counts))
+        roots = torch.stack([part[-1, 0] for part in output.features.split(counts)])
+
+        def run(trees: Sequence[TreeRows]) -> tuple[Tensor, Tensor]:
+            joined = [_below(*pair) for pair in zip(batch, trees, strict=True)]
+            parts = [torch.cat([k, t.hidden]) for k, t in zip(known, trees, strict=True)]
+            made = self.step(joined, cache, torch.cat(parts))
+            assert made.features is not None
+            rows = made.features[:, 0].split([len(r.tokens) for r in joined])
+            new = [part[len(part) - t.new :] for part, t in zip(rows, trees, strict=True)]
+            return made.logits, torch.cat(new)
+
+        return output, expand_by_steps(run, output.logits, roots, shapes, self.target_ids)
+
+    def _tensor(self, data: np.ndarray) -> Tensor:
+        return torch.from_numpy(data).to(self._device)
+
+
+def _below(rows: StepRows, drafted: TreeRows) -> StepRows:
+    """Known rows and the tree under the last of them; the logits of its new rows are asked for."""
+    count = len(rows.tokens)
+    parents = [count - 1 if p == ROOT else count + p for p in drafted.parents]
+    total = count + len(parents)
+    return StepRows(
+        slot=rows.slot,
+        tokens=[*rows.tokens, *drafted.tokens],
+        parents=[*rows.parents, *parents],
+        logit_rows=range(total - drafted.new, total),
+    )
