@@ -22,7 +22,7 @@ class ToyRuntime:
 
     It knows a request's earlier tokens only from the KV that was committed for them: the key of a
     token is its id, the value its position. A wrong row committed, a wrong parent or a wrong
-    position therefore gives other logits.
+    position therefore gives other logits. The feature of a token, one number, is its first logit.
 
     padding: extra columns beyond the vocabulary, with the highest logits of all.
     grid: round the logits to multiples of it, so that ties occur.
@@ -49,7 +49,7 @@ class ToyRuntime:
         self.max_length = max_length
         self.calls: list[list[StepRows]] = []
         self._seed, self._grid, self._scale, self._absent = seed, grid, scale, list(absent)
-        self._dtype = dtype
+        self.dtype = dtype
         self._known: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
     def __deepcopy__(self, memo: object) -> ToyRuntime:
@@ -74,6 +74,7 @@ class ToyRuntime:
         assert isinstance(cache, TorchCache)
         past_keys, past_values = cache.view([rows.slot for rows in batch])
         logits: list[np.ndarray] = []
+        features: list[float] = []
         for b, rows in enumerate(batch):
             length = cache.lengths[rows.slot]
             past = zip(
@@ -88,10 +89,13 @@ class ToyRuntime:
                 paths.append((*before, (token, len(before))))
                 keys[b, 0, row, 0], values[b, 0, row, 0] = token, len(before)
             logits += [self._row(paths[row]) for row in rows.logit_rows]
+            features += [float(self._row(path)[0]) for path in paths if taps]
         table = np.array(logits).reshape(-1, self.tokens)
         padding = np.full((len(table), self.vocab_size - self.tokens), 99.0)
-        full = torch.tensor(np.concatenate([table, padding], 1), dtype=self._dtype)
-        return StepOutput(logits=full, new_kv=TensorKV(keys=[keys], values=[values]))
+        full = torch.tensor(np.concatenate([table, padding], 1), dtype=self.dtype)
+        tapped = torch.tensor(features, dtype=self.dtype)[:, None, None].expand(-1, len(taps), -1)
+        kv = TensorKV(keys=[keys], values=[values])
+        return StepOutput(logits=full, new_kv=kv, features=tapped if taps else None)
 
     def _row(self, path: tuple[tuple[int, int], ...]) -> np.ndarray:
         if path not in self._known:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from models.tiny_medusa import random_heads
 from toys import ToyDrafter, ToyRuntime, target_of, toy_engine
 
 from slipstream.config import SamplingParams
 from slipstream.drafters import Drafter
 from slipstream.drafters.draft_model import DraftModelDrafter
+from slipstream.drafters.medusa import MedusaConfig, MedusaDrafter
 from slipstream.drafters.ngram import NgramDrafter
+from slipstream.drafters.paths import RankTree, tree_of
 from slipstream.engine import Engine
+from slipstream.models.medusa import MedusaShape
 from slipstream.types import ROOT
 
 VOCAB = 4
@@ -47,6 +51,16 @@ def draft_model(model: ToyRuntime, *, sampled: bool = True) -> DraftModelDrafter
     return DraftModelDrafter(model, target_of(VOCAB, max_num_seqs=32), sampled=sampled)
 
 
+def medusa(
+    vocab_size: int, config: MedusaConfig | None = None, tree: RankTree | None = None
+) -> MedusaDrafter:
+    """Two random heads over three of the tokens, on the toys' one feature."""
+    shape = MedusaShape(heads=2, layers=1, hidden=1, vocab=vocab_size, draft_vocab=3)
+    config = config or MedusaConfig(model="toy", path_floor=0, tree_nodes=4)
+    target = target_of(vocab_size, max_num_seqs=32)
+    return MedusaDrafter(random_heads(shape, seed=4, scale=2.0), lambda x: x, target, config, tree)
+
+
 MakeDrafter = Callable[[ToyRuntime], Drafter]
 SAMPLED_CHAINS: dict[str, MakeDrafter] = {
     "draft model": lambda _: draft_model(ToyRuntime(VOCAB, seed=7, padding=2)),
@@ -67,6 +81,8 @@ DETERMINISTIC: dict[str, MakeDrafter] = {
     "wide tree": lambda _: ToyDrafter(ToyRuntime(VOCAB, seed=5), [ROOT, 0, ROOT], sampled=False),
     "greedy draft model": lambda _: draft_model(ToyRuntime(VOCAB, seed=7), sampled=False),
     "ngram": lambda _: NgramDrafter(1, 3),
+    "medusa": lambda _: medusa(VOCAB),
+    "medusa, fixed tree": lambda _: medusa(VOCAB, tree=tree_of([[0], [1], [0, 0], [1, 0]])),
 }
 COMBINATIONS: dict[str, tuple[MakeDrafter, str]] = {
     **{f"{name}, rejection": (make, "standard") for name, make in SAMPLED_CHAINS.items()},
