@@ -101,9 +101,9 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
 def test_a_disk_without_room_is_said_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = namedtuple("usage", "total used free")  # noqa: PYI024
+    usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 1000))
-    with pytest.raises(SlipstreamError, match="features need .* has 0.0 GB free"):
+    with pytest.raises(SlipstreamError, match=r"features need .* has 0\.0 GB free"):
         tiny_eagle.run(tiny_eagle.config(tmp_path / "full"))
     assert not list((tmp_path / "full" / "features").iterdir())
 
