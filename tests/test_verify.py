@@ -11,7 +11,13 @@ from lossless.enumeration import TOLERANCE, Branches, Enumerator, distance
 from torch import Tensor
 
 from slipstream.types import ROOT, Draft, Verdict, chain
-from slipstream.verify import block_verify, follow, rejection_sample, residual
+from slipstream.verify import (
+    block_verify,
+    follow,
+    rejection_sample,
+    residual,
+    typical_acceptance,
+)
 
 Verify = Callable[[Draft, Tensor, Enumerator, int], Verdict]
 THIRDS = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64)
@@ -249,3 +255,55 @@ def test_block_verification_needs_a_chain() -> None:
     tree = Draft(tokens=[0, 1], parents=[-1, -1], draft_probs=torch.stack([row, row]))
     with pytest.raises(AssertionError):
         block_verify(tree, row.expand(3, -1), Enumerator(Branches()), 0)  # type: ignore[arg-type]
+
+
+# Typical acceptance: lossy, by the rule of its paper
+
+
+@pytest.mark.parametrize(
+    ("probs", "token", "accepted"),
+    [
+        ([0.6, 0.32, 0.08], 2, False),  # H = 0.87: 0.09 decides
+        ([0.95, 0.03, 0.02], 1, False),  # H = 0.23: 0.09 decides
+        ([0.85, 0.1, 0.05], 1, True),
+        ([0.85, 0.1, 0.05], 2, False),
+        ([0.05] * 20, 7, True),  # H = log 20: 0.3 / 20 decides, below 0.09
+        ([1.0, 0.0], 1, False),
+        ([1.0, 0.0], 0, True),
+    ],
+)
+def test_what_is_typical(probs: list[float], token: int, accepted: bool) -> None:
+    row = torch.tensor(probs, dtype=torch.float64)
+    entropy = -sum(p * math.log(p) for p in probs if p)
+    assert accepted is (probs[token] > min(0.09, 0.3 * math.exp(-entropy)))
+    noise = Enumerator(Branches())
+    verdict = typical_acceptance(chain([token]), row.expand(2, -1), noise, 0)  # type: ignore[arg-type]
+    assert list(verdict.path) == ([0] if accepted else [])
+    assert verdict.origin == ("bonus" if accepted else "recovered")
+
+
+def test_the_longest_typical_path_counts_and_of_equals_the_most_probable() -> None:
+    rows = [
+        [0.6, 0.3, 0.1, 0.0],  # after the newest token
+        [0.0, 0.0, 0.0, 1.0],  # after node 0: 0, its child 1 is refused
+        [0.25, 0.25, 0.25, 0.25],
+        [0.5, 0.3, 0.2, 0.0],  # after node 2: 1, both its children stand
+        [0.1, 0.9, 0.0, 0.0],
+        [0.2, 0.8, 0.0, 0.0],
+    ]
+    draft = Draft(tokens=[0, 1, 1, 1, 0], parents=[ROOT, 0, ROOT, 2, 2])
+    noise = Enumerator(Branches())
+    probs = torch.tensor(rows, dtype=torch.float64)
+    verdict = typical_acceptance(draft, probs, noise, 5)  # type: ignore[arg-type]
+    assert list(verdict.path) == [2, 4]
+    assert verdict.next_token == 0  # the first branch of a sample of the last row
+
+
+def test_an_empty_draft_leaves_a_plain_sample() -> None:
+    spread: dict = defaultdict(float)
+    branches = Branches()
+    for _ in branches.all():
+        verdict = typical_acceptance(Draft(), THIRDS[None], Enumerator(branches), 0)  # type: ignore[arg-type]
+        spread[verdict.next_token] += branches.probability
+        assert verdict.origin == "plain"
+    assert spread == pytest.approx({0: 1 / 3, 1: 2 / 3})

@@ -176,3 +176,14 @@ def test_the_gate_sees_the_mutant(
     assert measure(combination, processors) < TOLERANCE
     mutant(monkeypatch)
     assert measure(combination, processors) > CLEAR
+
+
+@pytest.mark.parametrize("processors", ["plain", "all"])
+def test_the_gate_sees_that_typical_acceptance_is_lossy(
+    processors: str, monkeypatch: Patch
+) -> None:
+    """No mutant, but what its name and its notice say."""
+    make, _ = cases.COMBINATIONS["medusa, follow"]
+    monkeypatch.setitem(cases.COMBINATIONS, "medusa, typical", (make, "typical"))
+    assert measure("medusa, follow", processors) < TOLERANCE
+    assert measure("medusa, typical", processors) > CLEAR

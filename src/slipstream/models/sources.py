@@ -35,6 +35,7 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "*.txt"]
+HUB_HEADS = [*HUB_FILES, "medusa_lm_head.pt", "pytorch_model.bin"]  # pickled ones are read too
 HUB_SKIPPED = ["*/*", "consolidated*"]  # the same weights in other formats
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 OWN_HEADS = Path(__file__).parent.parent / "heads"
@@ -83,7 +84,7 @@ def resolve_head(name: str, *, notify: Notify = say) -> Path:
             f"no draft head {name!r}: it is no folder here, and a hub id has the form org/name. "
             f"Built in are {', '.join(head.name for head in own)}"
         )
-    return _hub_folder(name, notify)
+    return _hub_folder(name, notify, HUB_HEADS)
 
 
 def find(model: str) -> Path | None:
@@ -280,13 +281,13 @@ def _from_hub(repo: str, notify: Notify) -> Path:
     return folder
 
 
-def _hub_folder(repo: str, notify: Notify) -> Path:
+def _hub_folder(repo: str, notify: Notify, files: list[str] = HUB_FILES) -> Path:
     from huggingface_hub import snapshot_download
 
     def fetch(local_only: bool) -> Path:
         folder = snapshot_download(
             repo,
-            allow_patterns=HUB_FILES,
+            allow_patterns=files,
             ignore_patterns=HUB_SKIPPED,
             local_files_only=local_only,
         )
