@@ -12,8 +12,8 @@ from typing import Any
 
 import tiny_llm
 
-from slipstream.train.loop import TrainOptions
-from slipstream.train.run import TrainConfig, train
+from slipstream.train.config import TrainConfig, TrainOptions
+from slipstream.train.run import train
 
 _root = tempfile.TemporaryDirectory(prefix="tiny_eagle_")
 WORDS = ["the fox", "a bear, in the den", "on and on", "the thin one", "hide it", "an ode on ink"]
@@ -29,12 +29,13 @@ def config(out: Path, **changes: Any) -> TrainConfig:
     options = {"epochs": 4, "tokens_per_step": 512, "learning_rate": 2e-3, "evaluate_every": 10}
     given = {name: changes.pop(name) for name in list(changes) if name in options | {"seed": 0}}
     settings: dict[str, Any] = {
+        "method": "eagle3",
         "data": str(questions(out.with_suffix(".jsonl"))),
         "max_answer": 64,
         "draft_vocab": 40,
-        "passes": 3,
-        "taps": (0, 1, 2),
     }
+    if changes.get("method", "eagle3") == "eagle3":
+        settings |= {"passes": 3, "taps": (0, 1, 2)}
     return TrainConfig(
         out=out,
         **(settings | changes),

@@ -137,7 +137,7 @@ def _model_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> None:
 
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("method", choices=("eagle3",), help="kind of head")
+    parser.add_argument("method", choices=("eagle3", "medusa"), help="kind of head")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="goes on there")
     parser.add_argument("--json", action="store_true", help="last line: one JSON object")
     group = _runtime_options(parser)
@@ -156,11 +156,12 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("head")
     group.add_argument("--draft-vocab", type=int, default=8192, help="tokens (default 8192)")
     group.add_argument(
-        "--taps", type=_list_of(int), default=[], metavar="LIST", help="layers (default: paper's)"
+        "--taps", type=_list_of(int), metavar="LIST", help="eagle3: layers (default: the paper's)"
     )
+    group.add_argument("--heads", type=int, help="medusa: drafted positions (default 4)")
     group = parser.add_argument_group("training")
     group.add_argument("--epochs", type=int, default=4, help="default 4")
-    group.add_argument("--passes", type=int, default=4, help="of training-time test (default 4)")
+    group.add_argument("--passes", type=int, help="eagle3: of training-time test (default 4)")
     group.add_argument("--learning-rate", type=float, default=1e-3, help="its peak, default 0.001")
     group.add_argument("--tokens-per-step", type=int, default=2048, help="of a batch, 2048")
     group.add_argument("--loss", default="ce", help="ce (default), ce+l1")

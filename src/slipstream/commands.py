@@ -156,8 +156,7 @@ def bench(args: Namespace) -> int:
 def train(args: Namespace) -> int:
     from slipstream import show
     from slipstream.models.sources import say
-    from slipstream.train.loop import TrainOptions
-    from slipstream.train.run import TrainConfig
+    from slipstream.train.config import TrainConfig, TrainOptions
     from slipstream.train.run import train as make
 
     names = ("epochs", "learning_rate", "tokens_per_step", "seed")
@@ -169,7 +168,7 @@ def train(args: Namespace) -> int:
     command = " ".join(["slipstream", *sys.argv[1:]])
     found = make(_llm(args, None), config, command, show.progress_to, say)
     out, _ = show.consoles()
-    out.print(f"{found['head']}: use it with --method eagle3 --draft-model {found['head']}")
+    out.print(f"{found['head']}: use it with --method {args.method} --draft-model {found['head']}")
     for name, tau in found["mean_tokens_per_step"].items():
         out.print(f"  τ {tau:.2f}  {name}")
     if args.json:

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.errors import SlipstreamError
-from slipstream.models import eagle3
+from slipstream.models import eagle3, medusa
 from slipstream.train import eagle3 as recipe
 from slipstream.train import loop
+from slipstream.train.config import TrainConfig, TrainOptions
 from slipstream.train.questions import read_questions
-from slipstream.train.run import TrainConfig
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -35,6 +35,18 @@ def test_a_trained_head_is_right_more_often_than_it_was(tmp_path: Path) -> None:
     assert (folder / "curves.png").is_file()
 
 
+def test_medusa_heads_come_from_the_same_command(tmp_path: Path) -> None:
+    """Text, training and measuring as for EAGLE-3; the features are the last layer's alone."""
+    settings = tiny_eagle.config(tmp_path / "heads", method="medusa", heads=3, epochs=30)
+    found = tiny_eagle.run(settings)
+    heads = medusa.read(Path(found["head"]), "heads")
+    assert heads.shape.heads == 3
+    log = loop.read_log(Path(found["head"]) / loop.LOG)
+    assert log[-1]["tau"] > log[0]["tau"]
+    assert found["mean_tokens_per_step"]["chain, T=0"] > 1.1
+    assert "3 Medusa heads" in (Path(found["head"]) / "README.md").read_text()
+
+
 class Killed(BaseException):
     pass
 
@@ -44,7 +56,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_head(
 ) -> None:
     want, _ = tiny_eagle.trained()
     settings = tiny_eagle.config(tmp_path / "killed")
-    monkeypatch.setattr(loop.TrainOptions, "save_minutes", 0.0)
+    monkeypatch.setattr(TrainOptions, "save_minutes", 0.0)
     real, steps = recipe.training_loss, 0
 
     def loss(*args: Any) -> torch.Tensor:
@@ -127,6 +139,9 @@ def test_a_disk_that_fills_leaves_whole_shards(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"method": "eagle"}, "unknown method 'eagle': did you mean 'eagle3'"),
+        ({"method": "medusa", "taps": (1, 2)}, "taps is an option of eagle3, not of medusa"),
+        ({"heads": 3}, "heads is an option of medusa, not of eagle3"),
         ({"loss": "l2"}, "unknown loss 'l2'"),
         ({"passes": 0}, "passes must be an integer of at least 1"),
         ({"keep_answers": True}, "--keep-answers is of a file"),
@@ -134,4 +149,4 @@ def test_a_disk_that_fills_leaves_whole_shards(
 )
 def test_options_out_of_range(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SlipstreamError, match=message):
-        TrainConfig(out=tmp_path, **changes)
+        TrainConfig(**({"method": "eagle3", "out": tmp_path} | changes))

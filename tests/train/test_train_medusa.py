@@ -11,6 +11,7 @@ from train.tiny_training import examples, steps, target, task
 
 from slipstream.models import medusa as checkpoint
 from slipstream.train import loop, medusa
+from slipstream.train.config import TrainOptions
 from slipstream.train.features import Example
 
 CPU = torch.device("cpu")
@@ -155,7 +156,7 @@ def test_the_task_runs_in_the_training_loop(tmp_path: Path) -> None:
     made = task()
     before = made.held_out()
     entries = [Held(e) for e in examples()[6:]]
-    options = loop.TrainOptions(epochs=12, tokens_per_step=256, learning_rate=3e-3)
+    options = TrainOptions(epochs=12, tokens_per_step=256, learning_rate=3e-3)
     loop.fit(made, entries, tmp_path, options, lambda *_: None, device=CPU)  # type: ignore[arg-type]
     (row,) = loop.read_log(tmp_path / loop.LOG)
     assert row["tau"] == pytest.approx(1 + sum(made.held_out()), abs=0.02)  # bfloat16 in the loop

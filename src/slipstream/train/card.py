@@ -7,31 +7,32 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from slipstream.models.eagle3 import Eagle3Config
+from slipstream.train.target import TargetParts
 from slipstream.train.text import Conversation
 
 
 def write_card(
-    head: Eagle3Config,
+    target: TargetParts,
+    what: str,
+    draft_vocab: int,
     conversations: Sequence[Conversation],
     tau: Mapping[str, float],
     command: str,
 ) -> str:
-    """README.md of a head."""
+    """README.md of a head. what: it is, a sentence without its end."""
     tokens, answers = sum(map(len, conversations)), sum(len(c.answer) for c in conversations)
     rows = "\n".join(f"| {name} | {value:.2f} |" for name, value in tau.items())
-    return f"""# EAGLE-3 head for {head.verifier}
+    return f"""# A draft head for {target.name}
 
-Looks at the input of layers {", ".join(map(str, head.taps))}; draft vocabulary of
-{head.draft_vocab} of {head.vocab} tokens. Trained on {len(conversations)} conversations:
-{tokens:,} tokens, {answers:,} of them answers of the target.
+{what}; draft vocabulary of {draft_vocab} of {target.config.vocab_size} tokens. Trained on
+{len(conversations)} conversations: {tokens:,} tokens, {answers:,} of them answers.
 
 | on held-out prompts of the training text | tokens per step (τ) |
 | --- | --- |
 {rows}
 
-A chain is of 4 tokens; the tree is the default of `--method eagle3`. Acceptance by position while
-it was trained: log.csv, curves.png.
+A chain is of one guess a position; the tree is the default of its method. Acceptance by position
+while it was trained: log.csv, curves.png.
 
     {command}
 """

@@ -9,29 +9,23 @@ count · S passes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from slipstream.models import eagle3 as checkpoint
 from slipstream.models.eagle3 import Eagle3Config, Eagle3Weights, vocabulary_maps
 from slipstream.models.eagle3_module import Eagle3Module
+from slipstream.train.config import LOSSES, TrainConfig
 from slipstream.train.features import Example
 from slipstream.train.target import TargetParts
-from slipstream.train.text import Conversation
 
 _DECAY = 0.8  # weight of each further pass
 _NEW_SCALE = 0.02  # of weights that the target has nothing for
-
-
-def draft_vocabulary(conversations: Sequence[Conversation], size: int) -> list[int]:
-    """The commonest tokens of the answers, ascending."""
-    counts = Counter(token for c in conversations for token in c.answer)
-    common = sorted(counts, key=lambda token: (-counts[token], token))[:size]
-    return sorted(common)
 
 
 def config_of(target: TargetParts, taps: Sequence[int], draft_vocab: int) -> Eagle3Config:
@@ -107,6 +101,7 @@ class Collate:
     def __init__(
         self, target: TargetParts, ids: Sequence[int], passes: int, device: torch.device
     ) -> None:
+        self.ids = ids
         self._target = target
         self._passes = passes
         self._device = device
@@ -212,14 +207,45 @@ class Eagle3Task:
         passes: int,
         l1: float,
     ) -> None:
-        self.module = module
+        self.module: nn.Module = module
+        self._module = module
         self._collate = collate
         self._check = check
         self._passes, self._l1 = passes, l1
 
     def loss(self, examples: Sequence[Example]) -> Tensor:
-        return training_loss(self.module, self._collate(examples), self._passes, self._l1)
+        return training_loss(self._module, self._collate(examples), self._passes, self._l1)
 
     def held_out(self) -> list[float]:
         batches = [self._collate(examples) for examples in self._check]
-        return held_out(self.module, batches, self._passes)
+        return held_out(self._module, batches, self._passes)
+
+    @property
+    def outputs(self) -> Sequence[nn.Module]:
+        return [self._module.lm_head]
+
+    def write(self, folder: Path) -> None:
+        head = weights_of(self._module, self._collate.ids, torch.float16)
+        checkpoint.write(folder, head, speculative_tokens=self._passes)
+
+    def describe(self) -> str:
+        taps = ", ".join(map(str, self._module.config.taps))
+        return f"EAGLE-3 head. Looks at the input of layers {taps}"
+
+
+def task_of(
+    target: TargetParts,
+    config: TrainConfig,
+    ids: Sequence[int],
+    check: Sequence[Sequence[Example]],
+    device: torch.device,
+) -> Eagle3Task:
+    """A new head and all that trains it; ids: of its draft vocabulary."""
+    head = config_of(target, config.taps, len(ids))
+    return Eagle3Task(
+        initial(target, head, ids).to(device),
+        Collate(target, ids, config.passes, device),
+        check,
+        passes=config.passes,
+        l1=LOSSES[config.loss],
+    )

@@ -12,32 +12,17 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.train.config import TrainOptions
 from slipstream.train.features import Entry, Example
 
 _STATE = "state.pt"
 LOG = "log.csv"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """tokens_per_step: of a batch. learning_rate: its peak, after ``warmup`` of all steps; a cosine
-    leads down to a tenth. minutes between two saved states, steps between two evaluations."""
-
-    epochs: int = 3
-    tokens_per_step: int = 2048
-    learning_rate: float = 5e-4
-    warmup: float = 0.05
-    clip: float = 0.5
-    seed: int = 0
-    save_minutes: float = 1.0
-    evaluate_every: int = 200
 
 
 class Task(Protocol):
@@ -45,6 +30,11 @@ class Task(Protocol):
 
     @property
     def module(self) -> nn.Module: ...
+
+    @property
+    def outputs(self) -> Sequence[nn.Module]:
+        """Its output layers, a row a token."""
+        ...
 
     def loss(self, examples: Sequence[Example]) -> Tensor: ...
 

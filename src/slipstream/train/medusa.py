@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.models import medusa as checkpoint
 from slipstream.models.head_files import vocabulary_maps
 from slipstream.models.medusa import MedusaHeads, MedusaShape
 from slipstream.models.medusa_module import MedusaModule
+from slipstream.train.config import LOSSES, TrainConfig
 from slipstream.train.eagle3 import loss_of
 from slipstream.train.features import Example
 from slipstream.train.target import TargetParts
@@ -87,6 +90,7 @@ class Collate:
     """Examples → ``Batch``; ids: of the draft vocabulary, ascending."""
 
     def __init__(self, target: TargetParts, ids: Sequence[int], device: torch.device) -> None:
+        self.ids = ids
         self._target = target
         self._device = device
         used = torch.tensor(ids)
@@ -169,3 +173,28 @@ class MedusaTask:
 
     def held_out(self) -> list[float]:
         return held_out(self._heads, [self._collate(examples) for examples in self._check])
+
+    @property
+    def outputs(self) -> Sequence[nn.Module]:
+        heads = 1 if self._heads.shape.shared else self._heads.shape.heads
+        return [self._heads.output(head) for head in range(heads)]
+
+    def write(self, folder: Path) -> None:
+        checkpoint.write(folder, weights_of(self._heads, self._collate.ids, torch.float16))
+
+    def describe(self) -> str:
+        shape = self._heads.shape
+        return f"{shape.heads} Medusa heads, residual blocks in each: {shape.layers}"
+
+
+def task_of(
+    target: TargetParts,
+    config: TrainConfig,
+    ids: Sequence[int],
+    check: Sequence[Sequence[Example]],
+    device: torch.device,
+) -> MedusaTask:
+    """New heads and all that trains them; ids: of their draft vocabulary."""
+    shape = shape_of(target, heads=config.heads, draft_vocab=len(ids))
+    module = initial(target, shape, ids).to(device)
+    return MedusaTask(module, Collate(target, ids, device), check, l1=LOSSES[config.loss])

@@ -4,66 +4,50 @@ killed run left them."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from slipstream.config import SamplingParams, require, require_integer, unknown
+from slipstream.config import SamplingParams
 from slipstream.errors import SlipstreamError
 from slipstream.metrics import Metrics
-from slipstream.models import eagle3 as checkpoint
-from slipstream.models.eagle3 import Eagle3Weights
+from slipstream.models.eagle3 import default_taps
 from slipstream.runtimes.native import physical_cores
-from slipstream.train import eagle3, features, loop, text
+from slipstream.train import eagle3, features, loop, medusa, text
 from slipstream.train.card import draw, write_card
+from slipstream.train.config import SELF, TrainConfig
 from slipstream.train.features import Entry
-from slipstream.train.loop import TrainOptions
 from slipstream.train.questions import read_questions
-from slipstream.train.target import TargetParts, read_target
+from slipstream.train.target import read_target
 from slipstream.train.text import Conversation
 
-SELF = "self"
-LOSSES = {"ce": 0.0, "ce+l1": 0.9}
 _HELD_OUT = 64  # conversations, or a tenth where there are few
 _LEAST_SHARE = 10
 _LEAST_TOKENS = 1000  # of answers
 _CHECKED_TOGETHER = 8
-_CHAIN = {"tree_width": 1, "path_floor": 0.0, "num_speculative_tokens": 4}
+_CHAINS: Mapping[str, Mapping[str, Any]] = {
+    "eagle3": {"tree_width": 1, "path_floor": 0.0, "num_speculative_tokens": 4},
+    "medusa": {"tree": [[0] * depth for depth in range(1, 5)]},
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """out: folder of the head and of everything that a resumed run needs. data: "self" or a JSONL
-    file. tokens: of the training text where it is the target's own. keep_answers: those of the
-    file. passes: of the training-time test. taps: layers to look at; () for the paper's."""
+class HeadTask(loop.Task, Protocol):
+    """What is trained, and how it is kept."""
 
-    out: Path
-    data: str = SELF
-    tokens: int = 700_000
-    max_answer: int = 192
-    keep_answers: bool = False
-    draft_vocab: int = 8192
-    passes: int = 4
-    taps: Sequence[int] = ()
-    loss: str = "ce"
-    options: TrainOptions = field(default_factory=TrainOptions)
+    def write(self, folder: Path) -> None: ...
 
-    def __post_init__(self) -> None:
-        for name, least in (("tokens", 1), ("max_answer", 8), ("draft_vocab", 2), ("passes", 1)):
-            require_integer(name, getattr(self, name), least)
-        if self.loss not in LOSSES:
-            raise unknown("loss", self.loss, tuple(LOSSES))
-        for name, least in (("epochs", 1), ("tokens_per_step", 64)):
-            require_integer(name, getattr(self.options, name), least)
-        rate = self.options.learning_rate
-        require(0 < rate < 1, "learning_rate", rate, "in (0, 1)")
-        if self.keep_answers and self.data == SELF:
-            raise SlipstreamError("--keep-answers is of a file: name it with --data")
+    def describe(self) -> str:
+        """What it is, a sentence without its end."""
+        ...
 
 
+_TASKS: Mapping[str, Callable[..., HeadTask]] = {
+    "eagle3": eagle3.task_of,
+    "medusa": medusa.task_of,
+}
 Bar = Callable[[str, int], Any]
 """(what, total) → a context; its value takes (done, a word on how it goes)."""
 
@@ -76,20 +60,28 @@ def train(
     command: the user's, for the card.
     """
     target = read_target(llm.model.name)
-    taps = tuple(config.taps) or checkpoint.default_taps(llm.model.runtime.layers)
+    if config.method == "eagle3" and not config.taps:
+        config = replace(config, taps=default_taps(llm.model.runtime.layers))
     config.out.mkdir(parents=True, exist_ok=True)
     conversations = _text(llm, config, bar)
-    needed = features.bytes_needed(conversations, llm.model.runtime.hidden_size, len(taps))
-    notify(
-        f"{len(conversations)} conversations, {sum(map(len, conversations)):,} tokens; their "
-        f"features take {needed / 1e9:.1f} GB of {config.out / 'features'}"
-    )
-    with bar("features", len(conversations)) as show:
-        for ready in features.compute(llm, conversations, taps, config.out / "features"):
-            show(ready, "")
-    entries = list(features.entries(conversations, taps, config.out / "features"))
-    head = _fit(target, taps, conversations, entries, config, bar)
-    return _finish(llm, config, head, conversations, command, bar)
+    learnt, check = _features(llm, conversations, config, bar, notify)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(physical_cores())  # the native runtime left one
+    torch.manual_seed(config.options.seed)
+    ids = text.draft_vocabulary(conversations, config.draft_vocab)
+    task = _TASKS[config.method](target, config, ids, check, device)
+    with bar("training", loop.steps_of(learnt, config.options)) as show:
+        loop.fit(task, learnt, config.out / "state", config.options, show, device=device)
+    head = config.out / "head"
+    task.write(head)
+    prompts = [c.prompt for c in conversations[:: _every(len(conversations))]]
+    tau = measure(llm, config.method, head, prompts, bar)
+    log = config.out / "state" / loop.LOG
+    shutil.copyfile(log, head / loop.LOG)
+    draw(head / "curves.png", loop.read_log(log))
+    card = write_card(target, task.describe(), len(ids), conversations, tau, command)
+    (head / "README.md").write_text(card, encoding="utf-8")
+    return {"head": str(head), "mean_tokens_per_step": tau}
 
 
 def _text(llm: Any, config: TrainConfig, bar: Bar) -> list[Conversation]:
@@ -125,63 +117,44 @@ def _text(llm: Any, config: TrainConfig, bar: Bar) -> list[Conversation]:
     return found
 
 
-def _fit(
-    target: TargetParts,
-    taps: Sequence[int],
-    conversations: Sequence[Conversation],
-    entries: Sequence[Entry],
-    config: TrainConfig,
-    bar: Bar,
-) -> Eagle3Weights:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.set_num_threads(physical_cores())  # the native runtime left one
-    torch.manual_seed(config.options.seed)
-    ids = eagle3.draft_vocabulary(conversations, config.draft_vocab)
-    module = eagle3.initial(target, eagle3.config_of(target, taps, len(ids)), ids).to(device)
-    every = max(len(entries) // _HELD_OUT, _LEAST_SHARE)
-    check = sorted((e.load() for e in entries[::every]), key=len)
-    task = eagle3.Eagle3Task(
-        module,
-        eagle3.Collate(target, ids, config.passes, device),
-        [check[i : i + _CHECKED_TOGETHER] for i in range(0, len(check), _CHECKED_TOGETHER)],
-        passes=config.passes,
-        l1=LOSSES[config.loss],
-    )
-    learnt = [entry for i, entry in enumerate(entries) if i % every]
-    folder = config.out / "state"
-    with bar("training", loop.steps_of(learnt, config.options)) as show:
-        loop.fit(task, learnt, folder, config.options, show, device=device)
-    return eagle3.weights_of(module, ids, torch.float16)
-
-
-def _finish(
+def _features(
     llm: Any,
-    config: TrainConfig,
-    head: Eagle3Weights,
     conversations: Sequence[Conversation],
-    command: str,
+    config: TrainConfig,
     bar: Bar,
-) -> dict[str, Any]:
-    """Write the head, measure it at work, and tell about it in a card beside it."""
-    folder = config.out / "head"
-    checkpoint.write(folder, head, speculative_tokens=config.passes)
-    every = max(len(conversations) // _HELD_OUT, _LEAST_SHARE)
-    tau = measure(llm, folder, [c.prompt for c in conversations[::every]], bar)
-    log = config.out / "state" / loop.LOG
-    shutil.copyfile(log, folder / loop.LOG)
-    draw(folder / "curves.png", loop.read_log(log))
-    card = write_card(head.config, conversations, tau, command)
-    (folder / "README.md").write_text(card, encoding="utf-8")
-    return {"head": str(folder), "mean_tokens_per_step": tau}
+    notify: Callable[[str], None],
+) -> tuple[list[Entry], list[list[features.Example]]]:
+    """What is learnt, and what is held out, in batches."""
+    folder, taps = config.out / "features", config.taps
+    needed = features.bytes_needed(conversations, llm.model.runtime.hidden_size, len(taps))
+    notify(
+        f"{len(conversations)} conversations, {sum(map(len, conversations)):,} tokens; their "
+        f"features take {needed / 1e9:.1f} GB of {folder}"
+    )
+    with bar("features", len(conversations)) as show:
+        for ready in features.compute(llm, conversations, taps, folder):
+            show(ready, "")
+    entries = list(features.entries(conversations, taps, folder))
+    every = _every(len(entries))
+    check = sorted((entry.load() for entry in entries[::every]), key=len)
+    batches = [check[i : i + _CHECKED_TOGETHER] for i in range(0, len(check), _CHECKED_TOGETHER)]
+    return [entry for i, entry in enumerate(entries) if i % every], batches
 
 
-def measure(llm: Any, folder: Path, prompts: Sequence[Sequence[int]], bar: Bar) -> dict[str, float]:
+def _every(conversations: int) -> int:
+    """One of so many is held out."""
+    return max(conversations // _HELD_OUT, _LEAST_SHARE)
+
+
+def measure(
+    llm: Any, method: str, head: Path, prompts: Sequence[Sequence[int]], bar: Bar
+) -> dict[str, float]:
     """τ of the head at work on held-out prompts, 128 tokens each: chain and tree, T = 0 and 1."""
     torch.set_num_threads(1)
     found = {}
     with bar("measuring", 4 * len(prompts)) as show:
-        for shape, options in (("chain", _CHAIN), ("tree", {})):
-            fast = llm.with_speculation({"method": "eagle3", "model": str(folder), **options})
+        for shape, options in (("chain", _CHAINS[method]), ("tree", {})):
+            fast = llm.with_speculation({"method": method, "model": str(head), **options})
             for temperature in (0, 1):
                 fast.engine.metrics = Metrics()
                 params = SamplingParams(temperature=temperature, max_tokens=128, seed=0)

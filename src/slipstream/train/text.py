@@ -8,6 +8,7 @@ the user's turn (Xu et al. 2024, "Magpie", arXiv 2406.08464).
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,6 +55,13 @@ def append(path: Path, conversations: Sequence[Conversation]) -> None:
     """Whole lines at the end of the file."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(c)) + "\n" for c in conversations)
+
+
+def draft_vocabulary(conversations: Sequence[Conversation], size: int) -> list[int]:
+    """The commonest tokens of the answers, ascending."""
+    counts = Counter(token for c in conversations for token in c.answer)
+    common = sorted(counts, key=lambda token: (-counts[token], token))[:size]
+    return sorted(common)
 
 
 def opening(llm: Any) -> list[int]:

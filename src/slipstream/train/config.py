@@ -1,0 +1,79 @@
+"""What a training run is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import require, require_integer, unknown
+from slipstream.errors import SlipstreamError
+
+SELF = "self"
+LOSSES = {"ce": 0.0, "ce+l1": 0.9}  # the share of the second term
+METHODS = ("eagle3", "medusa")
+_OF_ONE = {"passes": ("eagle3", 4), "taps": ("eagle3", ()), "heads": ("medusa", 4)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Of the loop. tokens_per_step: of a batch. learning_rate: its peak, after ``warmup`` of all
+    steps; a cosine leads down to a tenth. save_minutes: between two saved states. evaluate_every:
+    steps between two evaluations."""
+
+    epochs: int = 4
+    tokens_per_step: int = 2048
+    learning_rate: float = 1e-3
+    warmup: float = 0.05
+    clip: float = 0.5
+    seed: int = 0
+    save_minutes: float = 1.0
+    evaluate_every: int = 200
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 1), ("tokens_per_step", 64)):
+            require_integer(name, getattr(self, name), least)
+        require(0 < self.learning_rate < 1, "learning_rate", self.learning_rate, "in (0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """method: "eagle3" or "medusa". out: folder of the head and of everything that a resumed run
+    needs. data: "self" or a JSONL file. tokens: of the training text where it is the target's own.
+    keep_answers: those of the file. Of EAGLE-3 alone: passes of the training-time test; taps,
+    layers to look at, () for the paper's. Of Medusa alone: heads, one a drafted position."""
+
+    method: str
+    out: Path
+    data: str = SELF
+    tokens: int = 700_000
+    max_answer: int = 192
+    keep_answers: bool = False
+    draft_vocab: int = 8192
+    passes: Any = None
+    taps: Any = None
+    heads: Any = None
+    loss: str = "ce"
+    options: TrainOptions = field(default_factory=TrainOptions)
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise unknown("method", self.method, METHODS)
+        for name, (method, default) in _OF_ONE.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+            elif method != self.method:
+                raise SlipstreamError(f"{name} is an option of {method}, not of {self.method}")
+        for name, least in (("tokens", 1), ("max_answer", 8), ("draft_vocab", 2)):
+            require_integer(name, getattr(self, name), least)
+        for name in ("passes", "heads"):
+            require_integer(name, getattr(self, name), 1)
+        if self.loss not in LOSSES:
+            raise unknown("loss", self.loss, tuple(LOSSES))
+        if self.keep_answers and self.data == SELF:
+            raise SlipstreamError("--keep-answers is of a file: name it with --data")
+
+    @property
+    def depth(self) -> int:
+        """The longest draft that is trained for."""
+        return int(self.passes if self.method == "eagle3" else self.heads)
