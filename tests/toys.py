@@ -113,7 +113,8 @@ class ToyDrafter:
     """A drafter of a fixed tree shape; reads a request's tokens and nothing else.
 
     parents: the shape; a smaller budget takes its beginning. model: whose logits guess: its most
-    probable tokens if ``sampled`` is false, else draws without replacement among siblings.
+    probable tokens if ``sampled`` is false, else draws without replacement among siblings, and
+    guesses where nothing is left to draw.
     """
 
     def __init__(self, model: ToyRuntime, parents: Sequence[int], *, sampled: bool) -> None:
@@ -136,6 +137,8 @@ class ToyDrafter:
             row = row.softmax(-1)
             siblings = [tokens[other] for other in range(node) if parents[other] == parent]
             row[siblings] = 0
+            if not row.any():
+                row[min(set(range(len(row))) - set(siblings))] = 1
             row /= row.sum()
             if self._sampled:
                 position = len(request.tokens) + len(path)

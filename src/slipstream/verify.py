@@ -45,7 +45,8 @@ def rejection_sample(draft: Draft, target_probs: Tensor, noise: Noise, position:
     """Modified rejection sampling on a tree of sampled tokens.
 
     Chains: Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (2302.01318). Siblings:
-    recursive rejection sampling, Jeon et al. 2024 (2402.14160) and Sequoia (2402.12374).
+    recursive rejection sampling, Jeon et al. 2024 (2402.14160) and Sequoia (2402.12374). A child
+    that was not drawn, as where earlier siblings left nothing to draw, has a one-hot row.
 
     target_probs: [n + 1, V].
     position: of the first token after the newest one.

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from models import tiny_heads
 from models.tiny_medusa import random_heads
 from toys import ToyDrafter, ToyRuntime, target_of, toy_engine
 
 from slipstream.config import SamplingParams
 from slipstream.drafters import Drafter
 from slipstream.drafters.draft_model import DraftModelDrafter
+from slipstream.drafters.eagle import EagleConfig, EagleDrafter
 from slipstream.drafters.medusa import MedusaConfig, MedusaDrafter
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.drafters.paths import RankTree, tree_of
 from slipstream.engine import Engine
 from slipstream.models.medusa import MedusaShape
+from slipstream.runtimes.torch_head import TorchHead
 from slipstream.types import ROOT
 
 VOCAB = 4
@@ -61,11 +66,24 @@ def medusa(
     return MedusaDrafter(random_heads(shape, seed=4, scale=2.0), lambda x: x, target, config, tree)
 
 
+def eagle(**options: Any) -> EagleDrafter:
+    """A random head over three of the tokens, on the toys' one feature."""
+    config = dataclasses.replace(
+        tiny_heads.CONFIG, vocab=VOCAB, draft_vocab=3, target_hidden=1, taps=(1,)
+    )
+    weights = tiny_heads.random_head(config, seed=2)
+    embedding = torch.randn(VOCAB, config.hidden, generator=torch.Generator().manual_seed(0))
+    given = EagleConfig(model="toy", **({"path_floor": 0} | options))
+    head = TorchHead(weights, embedding.double())
+    return EagleDrafter(head, weights, target_of(VOCAB, max_num_seqs=32), given)
+
+
 MakeDrafter = Callable[[ToyRuntime], Drafter]
 SAMPLED_CHAINS: dict[str, MakeDrafter] = {
     "draft model": lambda _: draft_model(ToyRuntime(VOCAB, seed=7, padding=2)),
     "reduced vocabulary": lambda _: draft_model(ToyRuntime(VOCAB, seed=8, absent=[0, 2])),
     "itself": draft_model,
+    "eagle3, drawn": lambda _: eagle(draft_sample_method="probabilistic"),
 }
 SAMPLED_TREES: dict[str, MakeDrafter] = {
     "two siblings": lambda _: ToyDrafter(ToyRuntime(VOCAB, seed=7), [ROOT, ROOT, 0], sampled=True),
@@ -73,6 +91,9 @@ SAMPLED_TREES: dict[str, MakeDrafter] = {
         ToyRuntime(VOCAB, seed=7), [ROOT, ROOT, ROOT], sampled=True
     ),
     "fork below": lambda _: ToyDrafter(ToyRuntime(VOCAB, seed=7), [ROOT, 0, 0], sampled=True),
+    "nothing left to draw": lambda _: ToyDrafter(
+        ToyRuntime(VOCAB, seed=8, absent=[0, 2]), [ROOT, ROOT, ROOT], sampled=True
+    ),
     "itself as a tree": lambda target: ToyDrafter(target, [ROOT, ROOT, 1], sampled=True),
 }
 DETERMINISTIC: dict[str, MakeDrafter] = {
@@ -81,6 +102,8 @@ DETERMINISTIC: dict[str, MakeDrafter] = {
     "wide tree": lambda _: ToyDrafter(ToyRuntime(VOCAB, seed=5), [ROOT, 0, ROOT], sampled=False),
     "greedy draft model": lambda _: draft_model(ToyRuntime(VOCAB, seed=7), sampled=False),
     "ngram": lambda _: NgramDrafter(1, 3),
+    "eagle3": lambda _: eagle(tree_width=2, tree_nodes=4),
+    "eagle3, chain": lambda _: eagle(tree_width=1),
     "medusa": lambda _: medusa(VOCAB),
     "medusa, fixed tree": lambda _: medusa(VOCAB, tree=tree_of([[0], [1], [0, 0], [1, 0]])),
 }

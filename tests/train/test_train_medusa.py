@@ -85,7 +85,7 @@ def test_a_batch_without_anything_to_say() -> None:
     short = example_of(3, 3, [5])
     for ids, batch in (([3, 4], [example_of(2, 4, [9, 9, 9])]), ([3, 5], [short])):
         made = task(ids=ids)
-        loss = made.loss(batch)
+        loss = made.loss(batch, 0.0)
         loss.backward()
         assert loss.item() == 0
 

@@ -59,7 +59,7 @@ def steps(task: medusa.MedusaTask, batch: Sequence[Example], count: int) -> list
     optimizer = torch.optim.AdamW(task.module.parameters(), lr=3e-3, weight_decay=0.0)
     losses = []
     for _ in range(count):
-        loss = task.loss(batch)
+        loss = task.loss(batch, 0.0)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

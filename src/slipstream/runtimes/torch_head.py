@@ -26,6 +26,7 @@ class TorchHead:
         config = weights.config
         own = weights.tensors.get("embed_tokens.weight")
         self._device, self._dtype = embedding.device, embedding.dtype
+        self._wide = torch.promote_types(self._dtype, torch.float32)
         with torch.device("meta"):
             module = Eagle3Module(config, torch.empty(0))
         names = dict(module.named_parameters())
@@ -53,8 +54,8 @@ class TorchHead:
         return self._module.fuse(features.to(self._device, self._dtype))
 
     def step(self, batch: Sequence[StepRows], cache: Cache, hidden: Tensor) -> StepOutput:
-        """hidden: [R, h], of the position before each row's token. Gives float32 logits [N, d] and
-        as features the rows' own hidden states [R, 1, h]."""
+        """hidden: [R, h], of the position before each row's token. Gives logits [N, d], float32 at
+        least, and as features the rows' own hidden states [R, 1, h]."""
         assert isinstance(cache, TorchCache)
         slots = [rows.slot for rows in batch]
         lengths = [cache.lengths[slot] for slot in slots]
@@ -82,7 +83,7 @@ class TorchHead:
         starts = np.cumsum([0, *counts])
         wanted = [int(starts[b]) + row for b, rows in enumerate(batch) for row in rows.logit_rows]
         return StepOutput(
-            logits=self._module.logits(flat[wanted]).float(),
+            logits=self._module.logits(flat[wanted]).to(self._wide),
             new_kv=TensorKV(keys=[key[:, :, past:]], values=[value[:, :, past:]]),
             features=flat[:, None],
         )

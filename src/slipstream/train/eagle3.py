@@ -25,17 +25,19 @@ from slipstream.train.features import Example
 from slipstream.train.target import TargetParts
 
 _DECAY = 0.8  # weight of each further pass
+_FIRST_ALONE = 0.4  # of the training
 _NEW_SCALE = 0.02  # of weights that the target has nothing for
 
 
 def config_of(target: TargetParts, taps: Sequence[int], draft_vocab: int) -> Eagle3Config:
-    """A head as wide as its target's layers."""
+    """A head as wide as its target's layers, with as many key and value heads as query heads: all
+    that the next token says to it goes through them."""
     shape = target.config
     return Eagle3Config(
         hidden=shape.hidden_size,
         target_hidden=shape.hidden_size,
         heads=shape.num_attention_heads,
-        kv_heads=shape.num_key_value_heads,
+        kv_heads=shape.num_attention_heads,
         dim=shape.head_dim,
         inner=shape.intermediate_size,
         vocab=shape.vocab_size,
@@ -59,10 +61,11 @@ def initial(target: TargetParts, config: Eagle3Config, ids: Sequence[int]) -> Ea
     for name in state.keys() & {f"layers.0.{n}" for n in layer}:
         if state[name].shape == layer[name.removeprefix("layers.0.")].shape:
             state[name] = layer[name.removeprefix("layers.0.")]
-    for part in "qkv":
+    shared = config.heads // target.config.num_key_value_heads  # query heads of a key
+    for part, copies in (("q", 1), ("k", shared), ("v", shared)):
         name = f"self_attn.{part}_proj.weight"
-        new = _NEW_SCALE * torch.randn_like(layer[name])
-        state["layers.0." + name] = torch.cat([new, layer[name]], 1)
+        old = layer[name].unflatten(0, (-1, config.dim)).repeat_interleave(copies, 0).flatten(0, 1)
+        state["layers.0." + name] = torch.cat([_NEW_SCALE * torch.randn_like(old), old], 1)
     state["layers.0.hidden_norm.weight"] = layer["input_layernorm.weight"]
     state["layers.0.input_layernorm.weight"] = torch.ones(h)
     state["fc.weight"] = _NEW_SCALE * torch.randn(h, config.features) / config.features**0.5
@@ -213,8 +216,10 @@ class Eagle3Task:
         self._check = check
         self._passes, self._l1 = passes, l1
 
-    def loss(self, examples: Sequence[Example]) -> Tensor:
-        return training_loss(self._module, self._collate(examples), self._passes, self._l1)
+    def loss(self, examples: Sequence[Example], done: float) -> Tensor:
+        """The further passes cost as much as the first and build on it: they come later."""
+        passes = 1 if done < _FIRST_ALONE else self._passes
+        return training_loss(self._module, self._collate(examples), passes, self._l1)
 
     def held_out(self) -> list[float]:
         batches = [self._collate(examples) for examples in self._check]

@@ -22,6 +22,7 @@ from slipstream.train.config import TrainOptions
 from slipstream.train.features import Entry, Example
 
 _STATE = "state.pt"
+_MUON_RATE = 10  # times the learning rate
 LOG = "log.csv"
 
 
@@ -36,7 +37,9 @@ class Task(Protocol):
         """Its output layers, a row a token."""
         ...
 
-    def loss(self, examples: Sequence[Example]) -> Tensor: ...
+    def loss(self, examples: Sequence[Example], done: float) -> Tensor:
+        """done: share of the training, in [0, 1)."""
+        ...
 
     def held_out(self) -> list[float]:
         """The share of drafts that reach position 1, 2, …; their sum and one is τ."""
@@ -64,22 +67,23 @@ def fit(
     folder.mkdir(parents=True, exist_ok=True)
     batches = [b for epoch in range(options.epochs) for b in _epoch(entries, options, epoch)]
     parameters = [p for p in task.module.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, betas=(0.9, 0.95))
-    optimizer.param_groups[0]["weight_decay"] = 0.0
-    first, seconds = _resume(folder, task.module, optimizer)
+    optimizers = _optimizers(task, parameters, options.learning_rate)
+    first, seconds = _resume(folder, task.module, optimizers)
     log = _Log(folder / LOG, first)
     saved = started = time.monotonic()
     losses: list[float] = []
     tau = ""
     for step in range(first, len(batches)):
-        for group in optimizer.param_groups:
-            group["lr"] = options.learning_rate * _schedule(step, len(batches), options.warmup)
+        rate = _schedule(step, len(batches), options.warmup)
         with torch.autocast(device.type, torch.bfloat16):
-            loss = task.loss([entry.load() for entry in batches[step]])
-        optimizer.zero_grad()
+            loss = task.loss([entry.load() for entry in batches[step]], step / len(batches))
+        task.module.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, options.clip)
-        optimizer.step()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * rate
+            optimizer.step()
         losses.append(loss.item())
         done, last = step + 1, step + 1 == len(batches)
         if last or done % options.evaluate_every == 0:
@@ -91,8 +95,28 @@ def fit(
             losses.clear()
         report(done, f"loss {loss.item():.2f}{tau}")
         if last or time.monotonic() - saved > 60 * options.save_minutes:
-            _save(folder, task.module, optimizer, done, seconds + time.monotonic() - started)
+            _save(folder, task.module, optimizers, done, seconds + time.monotonic() - started)
             saved = time.monotonic()
+
+
+def _optimizers(
+    task: Task, parameters: Sequence[nn.Parameter], learning_rate: float
+) -> list[torch.optim.Optimizer]:
+    """Muon (Jordan et al. 2024) for the matrices between hidden states, AdamW for the rest."""
+    rows = {id(p) for layer in task.outputs for p in layer.parameters()}
+    inner = [p for p in parameters if p.ndim == 2 and id(p) not in rows]
+    others = [p for p in parameters if p.ndim != 2 or id(p) in rows]
+    muon = torch.optim.Muon(
+        inner,
+        lr=_MUON_RATE * learning_rate,
+        weight_decay=0.0,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    adam = torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    for optimizer in (muon, adam):
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return [muon, adam]
 
 
 def _schedule(step: int, steps: int, warmup: float) -> float:
@@ -116,21 +140,24 @@ def _epoch(entries: Sequence[Entry], options: TrainOptions, epoch: int) -> Itera
     yield from batches
 
 
-def _save(folder: Path, module: nn.Module, optimizer: Any, step: int, seconds: float) -> None:
+def _save(
+    folder: Path, module: nn.Module, optimizers: Sequence[Any], step: int, seconds: float
+) -> None:
     temporary = folder / (_STATE + ".part")
-    state = {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
+    state = {"module": module.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
     torch.save(state | {"step": step, "seconds": seconds}, temporary)
     os.replace(temporary, folder / _STATE)
 
 
-def _resume(folder: Path, module: nn.Module, optimizer: Any) -> tuple[int, float]:
+def _resume(folder: Path, module: nn.Module, optimizers: Sequence[Any]) -> tuple[int, float]:
     """(steps done, seconds spent) of the saved state, loaded; (0, 0) if there is none."""
     path = folder / _STATE
     if not path.is_file():
         return 0, 0.0
     state = torch.load(path, weights_only=True)
     module.load_state_dict(state["module"])
-    optimizer.load_state_dict(state["optimizer"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
     return state["step"], state["seconds"]
 
 

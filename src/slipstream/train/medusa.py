@@ -168,7 +168,7 @@ class MedusaTask:
         self._check = check
         self._l1 = l1
 
-    def loss(self, examples: Sequence[Example]) -> Tensor:
+    def loss(self, examples: Sequence[Example], done: float) -> Tensor:
         return training_loss(self._heads, self._collate(examples), self._l1)
 
     def held_out(self) -> list[float]:

@@ -2,12 +2,15 @@
 
 A head learns what its target will say, so each answer is the target's, whoever asked. Questions
 come from a file, or from the target too: an instruct model goes on writing where its template opens
-the user's turn (Xu et al. 2024, "Magpie", arXiv 2406.08464).
+the user's turn (Xu et al. 2024, "Magpie", arXiv 2406.08464). Such questions are short, and people
+also bring texts to work on: some of its earlier answers come back inside a task.
 """
 
 from __future__ import annotations
 
 import json
+import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +23,20 @@ from slipstream.train.questions import Messages, split_answer
 
 _MARK = "@@@slipstream@@@"
 _LONGEST_QUESTION = 512  # tokens
+_TASK_SHARE = 3  # one question of so many brings a text
+_TASKS = (
+    "Summarize: {text}",
+    "Summarize this text in a few sentences.\n\n{text}",
+    "{text}\n\nWhat are the main points of the text above?",
+    "Translate into {language}: {sentence}",
+    "Translate the following sentence from {language} to English: {sentence}",
+    "Answer the question with the help of the passage.\nPassage: {text}\nQuestion: {question}",
+    "Here are some notes.\n\n{text}\n\n{other}\n\nWith them, answer this: {question}",
+    "Rewrite in plain words:\n\n{text}",
+    "Correct any mistakes in this text and say what you changed:\n\n{text}",
+    "Continue this text: {sentence}",
+)
+_LANGUAGES = ("German", "French", "Spanish", "Italian", "Portuguese")
 _SAME_SHARE = 0.5  # of a question's words: one that says a few over and over teaches nothing
 
 
@@ -88,6 +105,19 @@ def own_questions(llm: Any, count: int, seed: int) -> list[list[dict[str, str]]]
         for run in runs
         if run.outputs[0].finish_reason == "stop" and _worth_asking(run.outputs[0].text)
     ]
+
+
+def with_text(question: str, texts: Sequence[str], pick: random.Random) -> str:
+    """A task on some of the texts, which may be to answer the question."""
+    text, other = pick.choice(texts).strip(), pick.choice(texts).strip()
+    words = {
+        "question": question,
+        "text": text,
+        "other": other,
+        "sentence": pick.choice(re.split(r"(?<=[.!?])\s+", text)),
+        "language": pick.choice(_LANGUAGES),
+    }
+    return pick.choice(_TASKS).format(**words)
 
 
 def _worth_asking(text: str) -> bool:
@@ -177,10 +207,16 @@ def make(
     while done < tokens:
         first = seed + (number << 20)
         questions = own_questions(llm, round_size, first)
+        pick = random.Random(first)
+        some = pick.sample(there, min(len(there), round_size))
+        earlier = [llm.tokenizer.decode(c.answer, skip_special_tokens=True) for c in some]
+        for messages in questions[::_TASK_SHARE] if there else ():
+            messages[0]["content"] = with_text(messages[0]["content"], earlier, pick)
         params = _params(range(len(questions)), max_tokens, first)
         made = answer(llm, questions, params, number)
         if not made:
             raise SlipstreamError("the model wrote no question of its own: give some with --data")
         append(path, made)
+        there += made
         done, number = done + sum(map(len, made)), number + len(made)
         report(done)
