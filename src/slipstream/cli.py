@@ -123,12 +123,15 @@ def _model_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> None:
         "--max-num-seqs", type=int, default=max_num_seqs, help=f"at once (default {max_num_seqs})"
     )
     group = parser.add_argument_group("speculation")
-    group.add_argument("--method", help="ngram (default), draft_model, eagle3, or none")
+    group.add_argument(
+        "--method",
+        help="eagle3 (default where a head is built in), ngram (else), medusa, draft_model, none",
+    )
     group.add_argument(
         "--draft-model",
         "--speculative-model",
         dest="draft_model",
-        help="or draft head of --method eagle3; alone implies draft_model",
+        help="or head of eagle3 and medusa (default: built-in); alone implies draft_model",
     )
     group.add_argument("--num-speculative-tokens", type=int, metavar="K", help="longest draft")
     group.add_argument(
@@ -189,7 +192,10 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("speculation")
     group.add_argument(
-        "--methods", type=words, metavar="LIST", help="beside plain decoding (default ngram)"
+        "--methods",
+        type=words,
+        metavar="LIST",
+        help="beside plain decoding",
     )
     group.add_argument("--draft-model", "--speculative-model", dest="draft_model")
     group.add_argument("--num-speculative-tokens", type=int, metavar="K", help="of --methods")

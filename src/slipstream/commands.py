@@ -15,10 +15,10 @@ from typing import Any
 
 from slipstream.config import SamplingParams, require_integer
 from slipstream.errors import SlipstreamError
+from slipstream.models.head_sources import HEAD_METHODS, default_method, head_for
 from slipstream.models.sources import find
 
 EXIT_OK, EXIT_FAULT, EXIT_INTERRUPTED = 0, 1, 130
-DEFAULT_METHOD = "ngram"
 
 
 def pull(args: Namespace) -> int:
@@ -286,11 +286,13 @@ def _speculative_config(args: Namespace) -> dict[str, Any] | None:
         if len(config) > 1:
             raise SlipstreamError("--method none takes no other speculation option: leave them out")
         return None
-    config.setdefault("method", "draft_model" if "model" in config else DEFAULT_METHOD)
+    config.setdefault("method", "draft_model" if "model" in config else default_method(args.model))
     if config["method"] == "draft_model" and "model" not in config:
         raise SlipstreamError("--method draft_model needs a model: name it with --draft-model")
     if config["method"] == "draft_model" and isinstance(config["model"], str):
         find(config["model"])
+    if config["method"] in HEAD_METHODS and "model" not in config:
+        head_for(args.model, config["method"])
     from slipstream.drafters import parse
 
     parse(config)

@@ -13,8 +13,7 @@ from slipstream.bench import picture, suite
 from slipstream.bench.settings import PLAIN, Curve, Settings, label, precisions
 from slipstream.config import require_integer
 from slipstream.errors import SlipstreamError
-
-DEFAULT_METHODS = ("ngram",)
+from slipstream.models.head_sources import default_method
 
 
 def run(args: Namespace) -> int:
@@ -86,10 +85,12 @@ def _questions(args: Namespace) -> list[suite.Question]:
 
 
 def _speculative_configs(args: Namespace) -> list[dict[str, Any]]:
-    """Of --methods, then of --speculative-config; without either ngram, or the draft model."""
+    """Of --methods, then of --speculative-config; without either ngram and the model's head that
+    we ship, or the draft model."""
     methods: Sequence[str] | None = args.methods
     if methods is None and not args.speculative_config:
-        methods = DEFAULT_METHODS if args.draft_model is None else ("draft_model",)
+        own = list(dict.fromkeys(["ngram", default_method(args.model)]))
+        methods = own if args.draft_model is None else ["draft_model"]
     methods = [name for name in methods or () if name not in (PLAIN, "none")]
     if "draft_model" in methods and args.draft_model is None:
         raise SlipstreamError("the method draft_model needs --draft-model: name one")

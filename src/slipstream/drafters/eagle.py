@@ -19,7 +19,7 @@ from slipstream.config import require, require_integer, unknown
 from slipstream.drafters.expand import Expanded, TreeShape
 from slipstream.errors import SlipstreamError
 from slipstream.models import eagle3
-from slipstream.models.sources import resolve_head
+from slipstream.models.head_sources import head_for, resolve_head
 from slipstream.request import Request
 from slipstream.types import Draft, StepOutput, StepRows, chain, chain_rows
 
@@ -49,7 +49,7 @@ class Head(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig:
-    """model: the head: a built-in one, a folder or a hub id.
+    """model: the head: a folder, a hub id or a built-in one, "" for that of the target.
 
     num_speculative_tokens: the longest path. tree_width: nodes of a level that are gone on from,
     and children of each; 1 drafts a chain. tree_nodes: of the whole tree at most. path_floor: the
@@ -59,7 +59,7 @@ class EagleConfig:
     quantization: of the head on the native runtime; the text is the same with any.
     """
 
-    model: str
+    model: str = ""
     num_speculative_tokens: int = 6
     tree_width: int = 6
     tree_nodes: int = 16
@@ -68,7 +68,7 @@ class EagleConfig:
     quantization: str = "int8"
 
     def __post_init__(self) -> None:
-        require(isinstance(self.model, str) and bool(self.model), "model", self.model, "a head")
+        require(isinstance(self.model, str), "model", self.model, "a name or a path")
         require_integer("tree_width", self.tree_width, 1)
         require_integer("tree_nodes", self.tree_nodes, 1)
         floor = self.path_floor
@@ -82,8 +82,9 @@ class EagleConfig:
                 raise unknown(name, getattr(self, name), known)
 
     def build(self, target: Target) -> EagleDrafter:
-        weights = eagle3.read(resolve_head(self.model), self.model)
-        check_belongs(weights.config, target, self.model)
+        name = self.model or head_for(target.name, "eagle3")
+        weights = eagle3.read(resolve_head(name), name)
+        check_belongs(weights.config, target, name)
         return EagleDrafter(_head(weights, target, self.quantization), weights, target, self)
 
 

@@ -21,7 +21,7 @@ from slipstream.config import require, require_integer, unknown
 from slipstream.drafters.paths import RankTree, best_tree, tree_of
 from slipstream.errors import SlipstreamError
 from slipstream.models import medusa
-from slipstream.models.sources import resolve_head
+from slipstream.models.head_sources import head_for, resolve_head
 from slipstream.request import Request
 from slipstream.runtimes.last_norm import read_last_norm
 from slipstream.runtimes.medusa_heads import Guesses, PackedHeads
@@ -35,7 +35,7 @@ LOSSY = "lossy: with acceptance 'typical' sampled output does not have the targe
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaConfig:
-    """model: the heads: built-in ones, a folder or a hub id.
+    """model: the heads: a folder, a hub id or built-in ones, "" for those of the target.
 
     num_speculative_tokens: the longest path; no longer than there are heads. tree_nodes: of the
     whole tree at most, the most probable paths in the heads' eyes, anew each step. path_floor: the
@@ -46,7 +46,7 @@ class MedusaConfig:
     quantization: of the heads on CPUs; lossless text is the same with any.
     """
 
-    model: str
+    model: str = ""
     num_speculative_tokens: int = 5
     tree_nodes: int = 16
     path_floor: float = 0.05
@@ -55,7 +55,7 @@ class MedusaConfig:
     quantization: str = "int8"
 
     def __post_init__(self) -> None:
-        require(isinstance(self.model, str) and bool(self.model), "model", self.model, "heads")
+        require(isinstance(self.model, str), "model", self.model, "a name or a path")
         require_integer("tree_nodes", self.tree_nodes, 1)
         floor = self.path_floor
         number = isinstance(floor, (int, float)) and not isinstance(floor, bool)
@@ -73,8 +73,9 @@ class MedusaConfig:
 
     def build(self, target: Target) -> MedusaDrafter:
         tree = None if self.tree is None else tree_of(_paths(self.tree))
-        heads = medusa.read(resolve_head(self.model), self.model)
-        check_belongs(heads.shape, target, self.model)
+        name = self.model or head_for(target.name, "medusa")
+        heads = medusa.read(resolve_head(name), name)
+        check_belongs(heads.shape, target, name)
         if self.lossy:
             target.notify(LOSSY)
         return MedusaDrafter(heads, read_last_norm(target.name), target, self, tree)

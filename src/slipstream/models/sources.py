@@ -35,10 +35,8 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "*.txt"]
-HUB_HEADS = [*HUB_FILES, "medusa_lm_head.pt", "pytorch_model.bin"]  # pickled ones are read too
 HUB_SKIPPED = ["*/*", "consolidated*"]  # the same weights in other formats
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-OWN_HEADS = Path(__file__).parent.parent / "heads"
 PATH_STARTS = ("/", "./", "../", "~", "\\", ".\\", "..\\")
 
 
@@ -71,20 +69,6 @@ def resolve(model: str, *, notify: Notify = say) -> Path:
         return _from_file(path, notify)
     check_folder(path)
     return path
-
-
-def resolve_head(name: str, *, notify: Notify = say) -> Path:
-    """The local folder of a draft head: one of ours by its name, a folder, or a hub id."""
-    own = sorted(path.parent for path in OWN_HEADS.glob("*/config.json"))
-    path = next((head for head in own if head.name == name), Path(name).expanduser())
-    if path.is_dir():
-        return path
-    if name.startswith(PATH_STARTS) or not HUB_ID.fullmatch(name):
-        raise SlipstreamError(
-            f"no draft head {name!r}: it is no folder here, and a hub id has the form org/name. "
-            f"Built in are {', '.join(head.name for head in own)}"
-        )
-    return _hub_folder(name, notify, HUB_HEADS)
 
 
 def find(model: str) -> Path | None:
@@ -276,12 +260,12 @@ def _no_default(reason: str) -> str:
 
 
 def _from_hub(repo: str, notify: Notify) -> Path:
-    folder = _hub_folder(repo, notify)
+    folder = hub_folder(repo, notify)
     check_folder(folder)
     return folder
 
 
-def _hub_folder(repo: str, notify: Notify, files: list[str] = HUB_FILES) -> Path:
+def hub_folder(repo: str, notify: Notify, files: list[str] = HUB_FILES) -> Path:
     from huggingface_hub import snapshot_download
 
     def fetch(local_only: bool) -> Path:
