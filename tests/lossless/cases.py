@@ -14,13 +14,14 @@ from toys import ToyDrafter, ToyRuntime, target_of, toy_engine
 from slipstream.config import SamplingParams
 from slipstream.drafters import Drafter
 from slipstream.drafters.draft_model import DraftModelDrafter
-from slipstream.drafters.eagle import EagleConfig, EagleDrafter
+from slipstream.drafters.eagle import EagleDrafter
+from slipstream.drafters.eagle_config import Eagle3Options
 from slipstream.drafters.medusa import MedusaConfig, MedusaDrafter
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.drafters.paths import RankTree, tree_of
 from slipstream.engine import Engine
 from slipstream.models.medusa import MedusaShape
-from slipstream.runtimes.torch_head import TorchHead
+from slipstream.runtimes.torch_head import eagle3_head
 from slipstream.types import ROOT
 
 VOCAB = 4
@@ -73,9 +74,9 @@ def eagle(**options: Any) -> EagleDrafter:
     )
     weights = tiny_heads.random_head(config, seed=2)
     embedding = torch.randn(VOCAB, config.hidden, generator=torch.Generator().manual_seed(0))
-    given = EagleConfig(model="toy", **({"path_floor": 0} | options))
-    head = TorchHead(weights, embedding.double())
-    return EagleDrafter(head, weights, target_of(VOCAB, max_num_seqs=32), given)
+    given = Eagle3Options(model="toy", **({"path_floor": 0} | options))
+    head = eagle3_head(weights, embedding.double())
+    return EagleDrafter(head, (1,), weights.target_ids, target_of(VOCAB, max_num_seqs=32), given)
 
 
 MakeDrafter = Callable[[ToyRuntime], Drafter]

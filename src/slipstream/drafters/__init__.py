@@ -74,7 +74,8 @@ class DrafterConfig(Protocol):
 _METHODS = {
     "ngram": "slipstream.drafters.ngram:NgramConfig",
     "draft_model": "slipstream.drafters.draft_model:DraftModelConfig",
-    "eagle3": "slipstream.drafters.eagle:EagleConfig",
+    "eagle3": "slipstream.drafters.eagle_config:Eagle3Options",
+    "eagle": "slipstream.drafters.eagle_config:Eagle1Options",
     "medusa": "slipstream.drafters.medusa:MedusaConfig",
 }
 METHODS = tuple(_METHODS)

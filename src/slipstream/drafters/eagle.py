@@ -1,4 +1,5 @@
-"""An EAGLE-3 head drafts: one layer on the target's own features (Li et al. 2025, 2503.01840).
+"""An EAGLE head drafts: one layer on the target's own features (EAGLE-1: Li et al. 2024, arXiv
+2401.15077; EAGLE-3: Li et al. 2025, 2503.01840).
 
 Row t of the head holds token t + 1 beside the target's features of token t, and guesses token
 t + 2. Its cache follows the target's rule: rows of committed features are committed, guesses never.
@@ -7,7 +8,6 @@ t + 2. Its cache follows the target's rule: rows of committed features are commi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -15,16 +15,13 @@ from torch import Tensor
 
 from slipstream import sampling
 from slipstream.cache import Cache
-from slipstream.config import require, require_integer, unknown
 from slipstream.drafters.expand import Expanded, TreeShape
-from slipstream.errors import SlipstreamError
-from slipstream.models import eagle3
-from slipstream.models.head_sources import head_for, resolve_head
 from slipstream.request import Request
 from slipstream.types import Draft, StepOutput, StepRows, chain, chain_rows
 
 if TYPE_CHECKING:
     from slipstream.drafters import Target
+    from slipstream.drafters.eagle_config import EagleOptions
 
 _CHUNK = 512  # rows of a prefill step
 
@@ -47,93 +44,21 @@ class Head(Protocol):
     ) -> tuple[StepOutput, list[Expanded]]: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class EagleConfig:
-    """model: the head: a folder, a hub id or a built-in one, "" for that of the target.
-
-    num_speculative_tokens: the longest path. tree_width: nodes of a level that are gone on from,
-    and children of each; 1 drafts a chain. tree_nodes: of the whole tree at most. path_floor: the
-    least probability, in the head's eyes, of a path worth a row of the target's step.
-    draft_sample_method: "greedy" drafts the most probable paths, also where the request samples;
-    "probabilistic" draws a chain from the head's own distribution there.
-    quantization: of the head on the native runtime; the text is the same with any.
-    """
-
-    model: str = ""
-    num_speculative_tokens: int = 6
-    tree_width: int = 6
-    tree_nodes: int = 16
-    path_floor: float = 0.05
-    draft_sample_method: str = "greedy"
-    quantization: str = "int8"
-
-    def __post_init__(self) -> None:
-        require(isinstance(self.model, str), "model", self.model, "a name or a path")
-        require_integer("tree_width", self.tree_width, 1)
-        require_integer("tree_nodes", self.tree_nodes, 1)
-        floor = self.path_floor
-        number = isinstance(floor, (int, float)) and not isinstance(floor, bool)
-        require(number and 0 <= floor < 1, "path_floor", floor, "in [0, 1)")
-        for name, known in (
-            ("draft_sample_method", ("greedy", "probabilistic")),
-            ("quantization", ("none", "int8", "int4")),
-        ):
-            if getattr(self, name) not in known:
-                raise unknown(name, getattr(self, name), known)
-
-    def build(self, target: Target) -> EagleDrafter:
-        name = self.model or head_for(target.name, "eagle3")
-        weights = eagle3.read(resolve_head(name), name)
-        check_belongs(weights.config, target, name)
-        return EagleDrafter(_head(weights, target, self.quantization), weights, target, self)
-
-
-def check_belongs(head: eagle3.Eagle3Config, target: Target, name: str) -> None:
-    """Raise SlipstreamError naming what differs: such a head would guess, and always wrongly."""
-    runtime = target.runtime
-    taps = head.taps or eagle3.default_taps(runtime.layers)
-    for what, theirs, ours in (
-        ("hidden size", head.target_hidden, runtime.hidden_size),
-        ("vocabulary", head.vocab, runtime.vocab_size),
-    ):
-        if theirs != ours:
-            raise SlipstreamError(
-                f"{name} is a head for another target: its {what} is {theirs}, {target.name} has "
-                f"{ours}"
-            )
-    if max(taps) > runtime.layers:
-        raise SlipstreamError(
-            f"{name} is a head for another target: it looks at layer {max(taps)}, {target.name} "
-            f"has {runtime.layers}"
-        )
-    known = head.verifier.rstrip("/").rsplit("/", 1)[-1]
-    if known and known != target.name.rstrip("/").rsplit("/", 1)[-1]:
-        target.notify(f"{name} was made for {head.verifier}, the target is {target.name}")
-
-
-def _head(weights: eagle3.Eagle3Weights, target: Target, quantization: str) -> Head:
-    """On the runtime of the target."""
-    from slipstream.runtimes.native import NativeRuntime
-
-    if isinstance(target.runtime, NativeRuntime):
-        from slipstream.runtimes.native_head import NativeHead
-
-        return NativeHead(weights, target.runtime, quantization=quantization)
-    from slipstream.runtimes.torch_head import TorchHead
-
-    return TorchHead(weights, target.runtime.embedding)  # type: ignore[attr-defined]
-
-
 class EagleDrafter:
     """Drafts a tree of the most probable paths, or a chain drawn from the head's distribution."""
 
     def __init__(
-        self, head: Head, weights: eagle3.Eagle3Weights, target: Target, config: EagleConfig
+        self,
+        head: Head,
+        taps: Sequence[int],
+        target_ids: Tensor,
+        target: Target,
+        config: EagleOptions,
     ) -> None:
-        self.taps = tuple(weights.config.taps) or eagle3.default_taps(target.runtime.layers)
+        self.taps = tuple(taps)
         self._head = head
         self._config = config
-        self._target_ids = weights.target_ids
+        self._target_ids = target_ids
         self._vocab_size = target.vocab_size
         self._cache = head.new_cache(target.max_num_seqs, target.max_model_len)
         self._slots: dict[int, int] = {}

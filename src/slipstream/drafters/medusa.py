@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from slipstream.config import require, require_integer, unknown
+from slipstream.drafters.belongs import check_belongs
 from slipstream.drafters.paths import RankTree, best_tree, tree_of
 from slipstream.errors import SlipstreamError
 from slipstream.models import medusa
 from slipstream.models.head_sources import head_for, resolve_head
 from slipstream.request import Request
-from slipstream.runtimes.last_norm import read_last_norm
 from slipstream.runtimes.medusa_heads import Guesses, PackedHeads
+from slipstream.runtimes.outer import read_last_norm
 from slipstream.types import Draft
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ class MedusaConfig:
         tree = None if self.tree is None else tree_of(_paths(self.tree))
         name = self.model or head_for(target.name, "medusa")
         heads = medusa.read(resolve_head(name), name)
-        check_belongs(heads.shape, target, name)
+        shape = heads.shape
+        check_belongs(name, target, shape.hidden, shape.vocab, shape.verifier)
         if self.lossy:
             target.notify(LOSSY)
         return MedusaDrafter(heads, read_last_norm(target.name), target, self, tree)
@@ -88,22 +90,6 @@ def _paths(tree: Any) -> Any:
         return json.loads(Path(tree).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SlipstreamError(f"tree: {tree} can't be read: {error}") from error
-
-
-def check_belongs(shape: medusa.MedusaShape, target: Target, name: str) -> None:
-    """Raise SlipstreamError naming what differs: such heads would guess, and always wrongly."""
-    for what, theirs, ours in (
-        ("hidden size", shape.hidden, target.runtime.hidden_size),
-        ("vocabulary", shape.vocab, target.runtime.vocab_size),
-    ):
-        if theirs != ours:
-            raise SlipstreamError(
-                f"{name} are heads for another target: their {what} is {theirs}, {target.name} has "
-                f"{ours}"
-            )
-    known = shape.verifier.rstrip("/").rsplit("/", 1)[-1]
-    if known and known != target.name.rstrip("/").rsplit("/", 1)[-1]:
-        target.notify(f"{name} were made for {shape.verifier}, the target is {target.name}")
 
 
 class MedusaDrafter:

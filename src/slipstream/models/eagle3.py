@@ -21,7 +21,7 @@ from slipstream.models.head_files import vocabulary_maps as vocabulary_maps
 
 VERSION = "0.3.0"  # of the format that is written
 _LAYER = "layers.0."
-_SIZES = (
+SIZES = (
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
@@ -108,13 +108,14 @@ def read(folder: Path, name: str) -> Eagle3Weights:
     Raises SlipstreamError naming what is missing, of another shape, out of range or no number.
     """
     words = head_files.read_words(folder / "config.json", name)
-    tensors = _names(_tensors(folder, name))
+    tensors = _names(read_tensors(folder, name))
     config = _config(words, tensors, name)
     _check(config, tensors, name)
     return Eagle3Weights(config=config, tensors=tensors)
 
 
-def _tensors(folder: Path, name: str) -> dict[str, Tensor]:
+def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
+    """All of a checkpoint, whichever file they are in."""
     from slipstream.models.weights import Weights
 
     weights = Weights(folder, name)
@@ -135,22 +136,17 @@ def _names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _config(words: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str) -> Eagle3Config:
-    layer = words.get("transformer_layer_config", words)
-    missing = [key for key in _SIZES if not isinstance(layer.get(key), int)]
+    layer, theta = layer_words(words, name)
+    missing = [key for key in SIZES if not isinstance(layer.get(key), int)]
     if not isinstance(words.get("draft_vocab_size"), int):
         missing.append("draft_vocab_size")
     if missing:
         raise SlipstreamError(f"{name}: config.json lacks {', '.join(missing)}: no EAGLE-3 head")
-    if layer.get("num_hidden_layers", 1) != 1:
-        raise SlipstreamError(f"{name}: a head of {layer['num_hidden_layers']} layers; 1 is known")
     hidden = layer["hidden_size"]
     target_hidden = words.get("target_hidden_size") or hidden
     eagle = words.get("eagle_config", {})
     taps = words.get("eagle_aux_hidden_state_layer_ids")
     taps = taps or eagle.get("eagle_aux_hidden_state_layer_ids") or ()
-    rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise SlipstreamError(f"{name}: a head with scaled rotary embeddings; plain ones are known")
     speculators = words.get("speculators_config", {})
     return Eagle3Config(
         hidden=hidden,
@@ -163,11 +159,23 @@ def _config(words: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str) 
         draft_vocab=words["draft_vocab_size"],
         taps=tuple(taps),
         eps=layer.get("rms_norm_eps", 1e-6),
-        rope_theta=rope.get("rope_theta") or layer.get("rope_theta", 10000.0),
+        rope_theta=theta,
         max_length=layer.get("max_position_embeddings", 2048),
         norm_before_residual=words.get("norm_before_residual", False),
         verifier=(speculators.get("verifier") or {}).get("name_or_path") or "",
     )
+
+
+def layer_words(words: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], float]:
+    """What either format's config.json says of the layer, and its rotary base; refuses a layer of a
+    kind that isn't known."""
+    layer = words.get("transformer_layer_config", words)
+    if layer.get("num_hidden_layers", 1) != 1:
+        raise SlipstreamError(f"{name}: a head of {layer['num_hidden_layers']} layers; 1 is known")
+    rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise SlipstreamError(f"{name}: a head with scaled rotary embeddings; plain ones are known")
+    return layer, rope.get("rope_theta") or layer.get("rope_theta", 10000.0)
 
 
 def _check(config: Eagle3Config, tensors: Mapping[str, Tensor], name: str) -> None:

@@ -6,6 +6,8 @@ vocabulary.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -31,11 +33,6 @@ class Eagle3Module(nn.Module):
         self.norm = Norm(config.hidden, config.eps)
         self.lm_head = nn.Linear(config.hidden, config.draft_vocab, False)
         self.register_buffer("embedding", embedding, persistent=False)
-
-    def to_device(self, device: torch.device) -> None:
-        """What is no parameter, for a module that was made on meta."""
-        for layer in self.layers:
-            layer.self_attn.set_frequencies(device)  # type: ignore[union-attr,operator]
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features, [..., F·h] → [..., h]."""
@@ -75,8 +72,8 @@ class _Layer(nn.Module):
         self.hidden_norm = Norm(config.hidden, config.eps)
         self.input_layernorm = Norm(config.hidden, config.eps)
         self.post_attention_layernorm = Norm(config.hidden, config.eps)
-        self.self_attn = _Attention(config)
-        self.mlp = _MLP(config)
+        self.self_attn = Attention(config, 2 * config.hidden)
+        self.mlp = MLP(config)
         self._normed_residual = config.norm_before_residual
 
     def forward(
@@ -90,16 +87,35 @@ class _Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), kv
 
 
-class _Attention(nn.Module):
+class LayerSizes(Protocol):
+    """What attention and MLP need to know of a head."""
+
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def inner(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def rope_theta(self) -> float: ...
+
+
+class Attention(nn.Module):
+    """width: of its input."""
+
     _frequencies: Tensor
 
-    def __init__(self, config: Eagle3Config) -> None:
+    def __init__(self, config: LayerSizes, width: int) -> None:
         super().__init__()
         self._dim, self._theta = config.dim, config.rope_theta
         query, kv = config.heads * config.dim, config.kv_heads * config.dim
-        self.q_proj = nn.Linear(2 * config.hidden, query, False)
-        self.k_proj = nn.Linear(2 * config.hidden, kv, False)
-        self.v_proj = nn.Linear(2 * config.hidden, kv, False)
+        self.q_proj = nn.Linear(width, query, False)
+        self.k_proj = nn.Linear(width, kv, False)
+        self.v_proj = nn.Linear(width, kv, False)
         self.o_proj = nn.Linear(query, config.hidden, False)
         self.set_frequencies(None)
 
@@ -111,7 +127,7 @@ class _Attention(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, seen: Tensor, past: KV | None
     ) -> tuple[Tensor, KV]:
-        """x: [B, Q, 2h]."""
+        """x: [B, Q, width]."""
         query, key, value = (
             part(x).unflatten(-1, (-1, self._dim)).transpose(1, 2)
             for part in (self.q_proj, self.k_proj, self.v_proj)
@@ -132,8 +148,8 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
 
 
-class _MLP(nn.Module):
-    def __init__(self, config: Eagle3Config) -> None:
+class MLP(nn.Module):
+    def __init__(self, config: LayerSizes) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden, config.inner, False)
         self.up_proj = nn.Linear(config.hidden, config.inner, False)

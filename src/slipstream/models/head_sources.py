@@ -8,7 +8,7 @@ from pathlib import Path
 from slipstream.errors import SlipstreamError
 from slipstream.models.sources import HUB_FILES, HUB_ID, PATH_STARTS, Notify, hub_folder, say
 
-HEAD_METHODS = ("eagle3", "medusa")
+HEAD_METHODS = ("eagle3", "eagle", "medusa")
 OWN_HEADS = Path(__file__).parent.parent / "heads"
 _FILES = [*HUB_FILES, "medusa_lm_head.pt", "pytorch_model.bin"]  # pickled ones are read too
 
@@ -31,7 +31,7 @@ def head_for(model: str, method: str) -> str:
     if not head:
         raise SlipstreamError(
             f"there is no built-in {method} head for {model}: name one (--draft-model, or the "
-            f"option model), or make one with slipstream train {method}"
+            f"option model), or make one with slipstream train"
         )
     return head
 

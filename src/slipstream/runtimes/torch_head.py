@@ -1,44 +1,95 @@
-"""An EAGLE-3 head on PyTorch: beside targets on GPUs, and the reference on CPUs.
+"""An EAGLE head on PyTorch: beside targets on GPUs, and the reference on CPUs.
 
 Shapes: B requests · R rows of all · F layers tapped · h hidden · d draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream import tree
 from slipstream.cache import Cache, LayerShape, TensorKV, TorchCache
 from slipstream.drafters.expand import Expanded, TreeRows, TreeShape, expand_by_steps
+from slipstream.models.eagle1 import Eagle1Weights
+from slipstream.models.eagle1_module import Eagle1Module
 from slipstream.models.eagle3 import Eagle3Weights
-from slipstream.models.eagle3_module import Eagle3Module
+from slipstream.models.eagle3_module import KV, Attention, Eagle3Module, LayerSizes
 from slipstream.types import ROOT, StepOutput, StepRows
 
 
-class TorchHead:
-    """embedding: [V, h] of the target; its device and dtype are the head's."""
+class HeadModule(Protocol):
+    """The forward pass of a head; shapes as in ``models/eagle3_module.py``."""
 
-    def __init__(self, weights: Eagle3Weights, embedding: Tensor) -> None:
-        config = weights.config
-        own = weights.tensors.get("embed_tokens.weight")
-        self._device, self._dtype = embedding.device, embedding.dtype
+    def fuse(self, features: Tensor) -> Tensor: ...
+
+    def __call__(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, seen: Tensor, past: KV | None
+    ) -> tuple[Tensor, KV]: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+def eagle3_head(weights: Eagle3Weights, embedding: Tensor) -> TorchHead:
+    """embedding: [V, h] of the target; its device and dtype are the head's."""
+    config = weights.config
+    with torch.device("meta"):
+        module = Eagle3Module(config, torch.empty(0))
+    own = weights.tensors.get("embed_tokens.weight")
+    module.embedding = embedding if own is None else own.to(embedding)
+    fill(module, weights.tensors, embedding)
+    return TorchHead(module, config, weights.target_ids, embedding)
+
+
+def eagle1_head(
+    weights: Eagle1Weights,
+    embedding: Tensor,
+    lm_head: Tensor,
+    normed: Callable[[Tensor], Tensor],
+) -> TorchHead:
+    """embedding, lm_head: [V, h] of the target, their device and dtype are the head's. normed: its
+    final norm."""
+    own = {key: value.to(embedding) for key, value in weights.tensors.items()}
+    with torch.device("meta"):
+        module = Eagle1Module(
+            weights.shape,
+            own.get("embed_tokens.weight", embedding),
+            own.get("lm_head.weight", lm_head),
+            normed,
+        )
+    fill(module, weights.tensors, embedding)
+    return TorchHead(module, weights.shape, torch.arange(weights.shape.vocab), embedding)
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor], like: Tensor) -> None:
+    """Weights into a module that was made on meta."""
+    names = dict(module.named_parameters())
+    state = {key: value.to(like) for key, value in tensors.items() if key in names}
+    module.load_state_dict(state, assign=True)
+    for part in module.modules():
+        if isinstance(part, Attention):
+            part.set_frequencies(like.device)
+    module.requires_grad_(False)
+
+
+class TorchHead:
+    """target_ids: [d], the target's id of each draft token. like: of the head's device and
+    dtype."""
+
+    def __init__(
+        self, module: HeadModule, sizes: LayerSizes, target_ids: Tensor, like: Tensor
+    ) -> None:
+        self._module = module
+        self._device, self._dtype = like.device, like.dtype
         self._wide = torch.promote_types(self._dtype, torch.float32)
-        with torch.device("meta"):
-            module = Eagle3Module(config, torch.empty(0))
-        names = dict(module.named_parameters())
-        state = {k: v.to(embedding) for k, v in weights.tensors.items() if k in names}
-        module.load_state_dict(state, assign=True)
-        module.embedding = embedding if own is None else own.to(embedding)
-        module.to_device(embedding.device)
-        self._module = module.requires_grad_(False)
-        self.hidden_size = config.hidden
-        self.draft_vocab = config.draft_vocab
-        self.target_ids = weights.target_ids.to(embedding.device)
-        self._layer = LayerShape(kv_heads=config.kv_heads, key_dim=config.dim, value_dim=config.dim)
+        self.hidden_size = sizes.hidden
+        self.draft_vocab = len(target_ids)
+        self.target_ids = target_ids.to(like.device)
+        self._layer = LayerShape(kv_heads=sizes.kv_heads, key_dim=sizes.dim, value_dim=sizes.dim)
 
     def new_cache(self, slots: int, max_length: int) -> TorchCache:
         return TorchCache(
@@ -51,7 +102,7 @@ class TorchHead:
 
     def fuse(self, features: Tensor) -> Tensor:
         """[R, F·h] of the target → [R, h]."""
-        return self._module.fuse(features.to(self._device, self._dtype))
+        return self._module.fuse(features.to(self._device, self._dtype)).to(self._dtype)
 
     def step(self, batch: Sequence[StepRows], cache: Cache, hidden: Tensor) -> StepOutput:
         """hidden: [R, h], of the position before each row's token. Gives logits [N, d], float32 at

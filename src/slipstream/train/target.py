@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.errors import SlipstreamError
 from slipstream.models.sources import resolve
 from slipstream.models.weights import Weights
 from slipstream.runtimes import native_layout as layout
 from slipstream.runtimes.native import read_config
-
-_KNOWN = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # no scaled or capped logits
+from slipstream.runtimes.outer import read_matrices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,22 +42,16 @@ def read_target(name: str) -> TargetParts:
 
     Raises SlipstreamError for an architecture whose logits aren't a plain product.
     """
+    embedding, lm_head = read_matrices(name)
     folder = resolve(name)
     config = read_config(folder, name)
-    if config.model_type not in _KNOWN:
-        raise SlipstreamError(
-            f"heads can be trained for {', '.join(_KNOWN)} models; {name} is {config.model_type}"
-        )
     tensors = Weights(folder, name)
-    outer = layout.outer_names(config, tensors)
-    embedding = tensors[outer.matrices["embedding"][0]].float()
-    head = outer.matrices.get("head")
     at = f"model.layers.{config.num_hidden_layers - 1}."
     return TargetParts(
         name=name,
         config=config,
         embedding=embedding,
-        lm_head=tensors[head[0]].float() if head else embedding,
-        norm=tensors[outer.vectors["norm"][0]].float(),
+        lm_head=lm_head,
+        norm=tensors[layout.outer_names(config, tensors).vectors["norm"][0]].float(),
         layer={k.removeprefix(at): tensors[k].float() for k in tensors if k.startswith(at)},
     )

@@ -1,4 +1,4 @@
-"""The target's final norm: between the last layer, where features end, and the LM head."""
+"""What stands outside of a target's layers, read from its folder for heads that need it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from slipstream.models.sources import resolve
 from slipstream.models.weights import Weights
 from slipstream.runtimes import native_layout as layout
 from slipstream.runtimes.native import read_config
+
+PLAIN = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""Architectures without scaled or capped logits and embeddings."""
 
 
 def read_last_norm(model: str) -> Callable[[Tensor], Tensor]:
@@ -41,3 +44,22 @@ def read_last_norm(model: str) -> Callable[[Tensor], Tensor]:
         return functional.rms_norm(last, scale.shape, scale, eps)
 
     return normed
+
+
+def read_matrices(model: str) -> tuple[Tensor, Tensor]:
+    """(embedding, LM head), [V, h] each, in float32; the same tensor where they are tied.
+
+    Raises SlipstreamError for an architecture whose logits or embeddings aren't plain products.
+    """
+    folder = resolve(model)
+    config = read_config(folder, model)
+    if config.model_type not in PLAIN:
+        raise SlipstreamError(
+            f"{model}: heads that share the LM head of {config.model_type} models aren't known; "
+            f"known are those of {', '.join(PLAIN)}"
+        )
+    tensors = Weights(folder, model)
+    matrices = layout.outer_names(config, tensors).matrices
+    embedding = tensors[matrices["embedding"][0]].float()
+    head = matrices.get("head")
+    return embedding, tensors[head[0]].float() if head else embedding
