@@ -16,7 +16,8 @@ from slipstream.models import eagle3
 
 CHAIN = {"tree_width": 1, "path_floor": 0.0, "num_speculative_tokens": 4}
 TREE = {"tree_width": 3, "tree_nodes": 9, "path_floor": 0.0, "num_speculative_tokens": 3}
-SHAPES: dict[str, dict[str, Any]] = {"chain": CHAIN, "tree": TREE, "default": {}}
+FIXED = {"tree": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}
+SHAPES: dict[str, dict[str, Any]] = {"chain": CHAIN, "tree": TREE, "fixed": FIXED, "default": {}}
 PROMPTS = ["the fox on the ice", "in a den, a bear", "hide", "an ode on ink " * 30]
 
 
@@ -97,10 +98,13 @@ def test_a_head_of_another_target_is_refused(
         ({"model": "nobody"}, "no draft head 'nobody'"),
         ({"tree_width": 0}, "tree_width must be"),
         ({"path_floor": 1}, "path_floor must be in"),
+        ({"tree": [[0, 0]]}, "the tree has"),
+        ({"tree": "nowhere.json"}, "tree: nowhere.json can't be read"),
+        ({"quantization": "int2"}, "unknown quantization 'int2'"),
         ({"draft_sample_method": "x"}, "unknown draft_sample_method 'x'"),
         ({"width": 3}, "unknown eagle3 option 'width'"),
     ],
 )
 def test_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SlipstreamError, match=message):
-        tiny_llm.llm({"method": "eagle3", "model": "x", **options})
+        tiny_llm.llm({"method": "eagle3", "model": str(tiny_eagle.trained()[0]), **options})

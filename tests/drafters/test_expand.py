@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.drafters.expand import Expanded, TreeRows, TreeShape, expand_by_steps
+from slipstream.drafters.paths import tree_of
 from slipstream.types import ROOT
 
 IDS = torch.tensor([2, 3, 5, 7, 11, 13, 17])  # the target's, of 7 draft tokens
@@ -134,3 +135,39 @@ def test_logits_that_are_no_numbers_end_a_branch(bad: float) -> None:
     empty, tree = expand_by_steps(lambda batch: run([], batch), logits, hidden, shapes, IDS)
     assert empty == ([], [], [])
     assert len(tree[0]) == 2
+
+
+FIXED = [[0], [2], [0, 1], [0, 0], [2, 0], [2, 9], [0, 1, 0], [2, 9, 0]]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_fixed_paths_are_ranks_along_themselves(depth: int) -> None:
+    """Rank 9 is none of seven tokens: it is left out, and what hangs on it."""
+    head = Head(4)
+    (tree,) = expand([head], [TreeShape(depth=depth, fixed=tree_of(FIXED))])
+    want = set()
+    for ranks in FIXED:
+        path: Path = ()
+        for rank in ranks:
+            order = sorted(range(len(IDS)), key=lambda i: -head.logits(path)[i])
+            path = (*path, *(int(IDS[i]) for i in order[rank : rank + 1]))
+        if len(path) == len(ranks) <= depth and 9 not in ranks:
+            want.add(path)
+    assert set(paths(tree)) == want
+    assert len(tree[0]) == len(want)
+    assert not any(len(path) == depth for path in head.seen)  # the last level needs no row
+    for path, score in zip(paths(tree), tree[2], strict=True):
+        steps = [head.logits(path[:i]).log_softmax(-1) for i in range(len(path))]
+        ids = [IDS.tolist().index(token) for token in path]
+        assert score == pytest.approx(
+            sum(float(s[i]) for s, i in zip(steps, ids, strict=True)), abs=1e-5
+        )
+
+
+def test_fixed_and_grown_trees_in_one_batch() -> None:
+    shapes = [
+        TreeShape(depth=3, fixed=tree_of([[0], [0, 0], [1]])),
+        TreeShape(depth=2, width=2, nodes=4),
+    ]
+    alone = [expand([Head(seed)], [shape])[0] for seed, shape in zip((1, 2), shapes, strict=True)]
+    assert expand([Head(1), Head(2)], shapes) == alone

@@ -8,6 +8,7 @@ t + 2. Its cache follows the target's rule: rows of committed features are commi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from slipstream import sampling
 from slipstream.cache import Cache
 from slipstream.drafters.expand import Expanded, TreeShape
+from slipstream.drafters.paths import read_tree
 from slipstream.request import Request
 from slipstream.types import Draft, StepOutput, StepRows, chain, chain_rows
 
@@ -57,7 +59,14 @@ class EagleDrafter:
     ) -> None:
         self.taps = tuple(taps)
         self._head = head
-        self._config = config
+        self._drawn = config.draft_sample_method == "probabilistic"
+        self._shape = TreeShape(
+            depth=config.num_speculative_tokens,
+            width=config.tree_width,
+            nodes=config.tree_nodes,
+            floor=config.path_floor,
+            fixed=None if config.tree is None else read_tree(config.tree),
+        )
         self._target_ids = target_ids
         self._vocab_size = target.vocab_size
         self._cache = head.new_cache(target.max_num_seqs, target.max_model_len)
@@ -100,19 +109,10 @@ class EagleDrafter:
         return known is not None and committed + len(known) == len(request.tokens) - 1
 
     def _draws(self, request: Request) -> bool:
-        return self._config.draft_sample_method == "probabilistic" and not request.params.greedy
+        return self._drawn and not request.params.greedy
 
     def _grow(self, requests: Sequence[Request], budgets: Sequence[int]) -> list[Draft]:
-        config = self._config
-        shapes = [
-            TreeShape(
-                depth=budget,
-                width=config.tree_width,
-                nodes=config.tree_nodes,
-                floor=config.path_floor,
-            )
-            for budget in budgets
-        ]
+        shapes = [replace(self._shape, depth=budget) for budget in budgets]
         batch = [self._rows(request) for request in requests]
         output, trees = self._head.expand(batch, self._cache, self._pending(requests), shapes)
         self._commit(requests, batch, output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.config import require, require_integer, unknown
 from slipstream.drafters.belongs import check_belongs
@@ -22,7 +22,9 @@ class EagleOptions:
 
     num_speculative_tokens: the longest path. tree_width: nodes of a level that are gone on from,
     and children of each; 1 drafts a chain. tree_nodes: of the whole tree at most. path_floor: the
-    least probability, in the head's eyes, of a path worth a row of the target's step.
+    least probability, in the head's eyes, of a path worth a row of the target's step. tree: instead
+    of those three, always the same paths of ranks: a list as EAGLE-1's authors publish them, or a
+    JSON file with one.
     draft_sample_method: "greedy" drafts the most probable paths, also where the request samples;
     "probabilistic" draws a chain from the head's own distribution there.
     """
@@ -32,6 +34,7 @@ class EagleOptions:
     tree_width: int = 6
     tree_nodes: int = 16
     path_floor: float = 0.05
+    tree: Any = None
     draft_sample_method: str = "greedy"
 
     def __post_init__(self) -> None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slipstream import fast_rows
-from slipstream.types import ROOT
+from slipstream.cache import Cache
+from slipstream.drafters.paths import RankTree
+from slipstream.types import ROOT, StepOutput, StepRows
 
 Expanded = tuple[list[int], list[int], list[float]]
 """Tokens (target ids), parents (indices into the tokens, ``ROOT`` for children of the root) and
@@ -26,12 +29,14 @@ scores (log-probability of the path down to each token)."""
 class TreeShape:
     """depth: levels at most. width: nodes expanded a level, and children of each; 1 makes a chain.
     nodes: of the whole tree at most. floor: the least probability of a path that is drafted.
+    fixed: instead of the last three, always the same paths of ranks.
     """
 
     depth: int
-    width: int
-    nodes: int
+    width: int = 1
+    nodes: int = 1
     floor: float = 0.0
+    fixed: RankTree | None = None
 
     def __post_init__(self) -> None:
         assert self.depth >= 0
@@ -65,6 +70,57 @@ Run = Callable[[Sequence[TreeRows]], tuple[Tensor, Tensor]]
 request may have no new rows, or none at all."""
 
 
+class SteppingHead(Protocol):
+    """Shapes as in ``runtimes/torch_head.py``."""
+
+    target_ids: Tensor
+
+    def fuse(self, features: Tensor) -> Tensor: ...
+
+    def step(self, batch: Sequence[StepRows], cache: Cache, hidden: Tensor) -> StepOutput: ...
+
+
+def expand_below(
+    head: SteppingHead,
+    batch: Sequence[StepRows],
+    cache: Cache,
+    features: Tensor,
+    shapes: Sequence[TreeShape],
+) -> tuple[StepOutput, list[Expanded]]:
+    """A tree below the last of each request's known rows; features: [R, F·h] of the target, of the
+    position before each of the R known rows. Returns the known rows' KV and B trees."""
+    hidden = head.fuse(features)
+    output = head.step(batch, cache, hidden)
+    assert output.features is not None
+    counts = [len(rows.tokens) for rows in batch]
+    known = list(hidden.split(counts))
+    roots = torch.stack([part[-1, 0] for part in output.features.split(counts)])
+
+    def run(trees: Sequence[TreeRows]) -> tuple[Tensor, Tensor]:
+        joined = [_below(*pair) for pair in zip(batch, trees, strict=True)]
+        parts = [torch.cat([k, t.hidden]) for k, t in zip(known, trees, strict=True)]
+        made = head.step(joined, cache, torch.cat(parts))
+        assert made.features is not None
+        rows = made.features[:, 0].split([len(r.tokens) for r in joined])
+        new = [part[len(part) - t.new :] for part, t in zip(rows, trees, strict=True)]
+        return made.logits, torch.cat(new)
+
+    return output, expand_by_steps(run, output.logits, roots, shapes, head.target_ids)
+
+
+def _below(rows: StepRows, drafted: TreeRows) -> StepRows:
+    """Known rows and the tree under the last of them; the logits of its new rows are asked for."""
+    count = len(rows.tokens)
+    parents = [count - 1 if p == ROOT else count + p for p in drafted.parents]
+    total = count + len(parents)
+    return StepRows(
+        slot=rows.slot,
+        tokens=[*rows.tokens, *drafted.tokens],
+        parents=[*rows.parents, *parents],
+        logit_rows=range(total - drafted.new, total),
+    )
+
+
 def expand_by_steps(
     run: Run, logits: Tensor, hidden: Tensor, shapes: Sequence[TreeShape], target_ids: Tensor
 ) -> list[Expanded]:
@@ -77,7 +133,7 @@ def expand_by_steps(
     parent before its children, siblings by falling probability. Ties: the lower draft id, the
     earlier node. A row of logits with NaN or infinity in it gives no children.
     """
-    trees = [_Tree(shape, target_ids) for shape in shapes]
+    trees = [(_FixedTree if s.fixed else _Tree)(s, target_ids) for s in shapes]
     while True:
         counts = [len(tree.front) for tree in trees]
         for tree, *level in zip(trees, logits.split(counts), hidden.split(counts), strict=True):
@@ -111,10 +167,7 @@ class _Tree:
                 self._add_children(node, *row)
         self._states |= zip(self.front, hidden, strict=True)
         self._level += 1
-        self.front = []
-        if self._level < self._shape.depth:
-            # what is not among the best now will never be, nor what comes below it
-            self.front = [node for node in self._best() if node >= first][: self._shape.width]
+        self.front = self._next(first) if self._level < self._shape.depth else []
         self._rows += self.front
 
     def rows(self) -> TreeRows:
@@ -148,10 +201,48 @@ class _Tree:
                 self._parents.append(node)
                 self._scores.append(score)
 
+    def _next(self, first: int) -> list[int]:
+        """The nodes of the newest level, from ``first`` on, that are gone on from: what is not
+        among the best now will never be, nor what comes below it."""
+        return [node for node in self._best() if node >= first][: self._shape.width]
+
     def _best(self) -> list[int]:
         """The best nodes, the best first; a parent is never below its child."""
         order = sorted(range(len(self._scores)), key=lambda node: -self._scores[node])
         return order[: self._shape.nodes]
+
+
+class _FixedTree(_Tree):
+    """Ranks that the draft vocabulary doesn't have are left out, and what hangs on them."""
+
+    def __init__(self, shape: TreeShape, target_ids: Tensor) -> None:
+        super().__init__(shape, target_ids)
+        assert shape.fixed is not None
+        self._fixed = shape.fixed
+        self._place = {ROOT: ROOT}  # own node → node of the fixed tree
+
+    def _add_children(self, node: int, logits: Tensor, log_probs: Tensor) -> None:
+        children = self._children(node)
+        if not children or not bool(logits.isfinite().all()):
+            return
+        ranks = [self._fixed.ranks[child] for child in children]
+        ids = _most_probable(logits, 1 + max(ranks))
+        above = self._scores[node] if node != ROOT else 0.0
+        for child, rank in zip(children, ranks, strict=True):
+            if rank < len(ids):
+                self._place[len(self._tokens)] = child
+                self._tokens.append(int(self._target_ids[ids[rank]]))
+                self._parents.append(node)
+                self._scores.append(above + float(log_probs[ids[rank]]))
+
+    def _next(self, first: int) -> list[int]:
+        return [node for node in range(first, len(self._tokens)) if self._children(node)]
+
+    def _best(self) -> list[int]:
+        return list(range(len(self._tokens)))
+
+    def _children(self, node: int) -> list[int]:
+        return [c for c, parent in enumerate(self._fixed.parents) if parent == self._place[node]]
 
 
 def _most_probable(logits: Tensor, count: int) -> Tensor:

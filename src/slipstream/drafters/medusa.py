@@ -7,11 +7,9 @@ all that is kept of a request is the last layer's output for the last committed 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +17,7 @@ from torch import Tensor
 
 from slipstream.config import require, require_integer, unknown
 from slipstream.drafters.belongs import check_belongs
-from slipstream.drafters.paths import RankTree, best_tree, tree_of
-from slipstream.errors import SlipstreamError
+from slipstream.drafters.paths import RankTree, best_tree, read_tree
 from slipstream.models import medusa
 from slipstream.models.head_sources import head_for, resolve_head
 from slipstream.request import Request
@@ -73,7 +70,7 @@ class MedusaConfig:
         return self.acceptance != "lossless"
 
     def build(self, target: Target) -> MedusaDrafter:
-        tree = None if self.tree is None else tree_of(_paths(self.tree))
+        tree = None if self.tree is None else read_tree(self.tree)
         name = self.model or head_for(target.name, "medusa")
         heads = medusa.read(resolve_head(name), name)
         shape = heads.shape
@@ -81,15 +78,6 @@ class MedusaConfig:
         if self.lossy:
             target.notify(LOSSY)
         return MedusaDrafter(heads, read_last_norm(target.name), target, self, tree)
-
-
-def _paths(tree: Any) -> Any:
-    if not isinstance(tree, str):
-        return tree
-    try:
-        return json.loads(Path(tree).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SlipstreamError(f"tree: {tree} can't be read: {error}") from error
 
 
 class MedusaDrafter:

@@ -8,8 +8,11 @@ token of head 0 and then the third best of head 1.
 from __future__ import annotations
 
 import heapq
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.types import ROOT, Draft
@@ -77,6 +80,16 @@ def best_tree(log_probs: Sequence[Sequence[float]], nodes: int, least: float) ->
         offer(parent, head, rank + 1, above)
     parents, heads, ranks = ([node[i] for node in tree] for i in range(3))
     return RankTree(parents=parents, heads=heads, ranks=ranks)
+
+
+def read_tree(tree: Any) -> RankTree:
+    """``tree_of`` a list, or of the list in a JSON file of that name."""
+    if isinstance(tree, str):
+        try:
+            tree = json.loads(Path(tree).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise SlipstreamError(f"tree: {tree} can't be read: {error}") from error
+    return tree_of(tree)
 
 
 def tree_of(paths: Sequence[Sequence[int]]) -> RankTree:

@@ -9,6 +9,7 @@ Shapes: B requests · R rows · N rows asked for · h hidden · F·h features ·
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.cache import Cache
-from slipstream.drafters.expand import Expanded, TreeShape
+from slipstream.drafters.expand import Expanded, TreeShape, expand_below
 from slipstream.errors import SlipstreamError
 from slipstream.extension import native as _native
 from slipstream.models.eagle3 import Eagle3Config, Eagle3Weights
@@ -91,7 +92,8 @@ class NativeHead:
         features: Tensor,
         shapes: Sequence[TreeShape],
     ) -> tuple[StepOutput, list[Expanded]]:
-        """A tree on the last row of each request, in one call; ``expand_by_steps`` for this head.
+        """A tree on the last row of each request: ``expand_below`` for this head, and in one call
+        unless a shape is fixed.
 
         batch: known tokens, a chain each of at least one; their ``logit_rows`` are not looked at.
         features: [R, F·h] of the target, of the position before each row. Returns the KV of the R
@@ -99,15 +101,9 @@ class NativeHead:
         """
         assert isinstance(cache, NativeCache)
         assert all(rows.tokens for rows in batch)
-        roots = [
-            StepRows(
-                slot=rows.slot,
-                tokens=rows.tokens,
-                parents=rows.parents,
-                logit_rows=[len(rows.tokens) - 1],
-            )
-            for rows in batch
-        ]
+        roots = [replace(rows, logit_rows=[len(rows.tokens) - 1]) for rows in batch]
+        if any(shape.fixed for shape in shapes):
+            return expand_below(self, roots, cache, features, shapes)
         rows, output = Rows(roots, cache), _native.Output()
         words = [(shape.depth, shape.width, shape.nodes, shape.least) for shape in shapes]
         trees = _native.expand(

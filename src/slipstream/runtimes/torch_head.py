@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from slipstream import tree
 from slipstream.cache import Cache, LayerShape, TensorKV, TorchCache
-from slipstream.drafters.expand import Expanded, TreeRows, TreeShape, expand_by_steps
+from slipstream.drafters.expand import Expanded, TreeShape, expand_below
 from slipstream.models.eagle1 import Eagle1Weights
 from slipstream.models.eagle1_module import Eagle1Module
 from slipstream.models.eagle3 import Eagle3Weights
 from slipstream.models.eagle3_module import KV, Attention, Eagle3Module, LayerSizes
-from slipstream.types import ROOT, StepOutput, StepRows
+from slipstream.types import StepOutput, StepRows
 
 
 class HeadModule(Protocol):
@@ -146,37 +146,8 @@ class TorchHead:
         features: Tensor,
         shapes: Sequence[TreeShape],
     ) -> tuple[StepOutput, list[Expanded]]:
-        """A tree below the last of each request's known rows; features: [R, F·h] of the target."""
-        hidden = self.fuse(features)
-        output = self.step(batch, cache, hidden)
-        assert output.features is not None
-        counts = [len(rows.tokens) for rows in batch]
-        known = list(hidden.split(counts))
-        roots = torch.stack([part[-1, 0] for part in output.features.split(counts)])
-
-        def run(trees: Sequence[TreeRows]) -> tuple[Tensor, Tensor]:
-            joined = [_below(*pair) for pair in zip(batch, trees, strict=True)]
-            parts = [torch.cat([k, t.hidden]) for k, t in zip(known, trees, strict=True)]
-            made = self.step(joined, cache, torch.cat(parts))
-            assert made.features is not None
-            rows = made.features[:, 0].split([len(r.tokens) for r in joined])
-            new = [part[len(part) - t.new :] for part, t in zip(rows, trees, strict=True)]
-            return made.logits, torch.cat(new)
-
-        return output, expand_by_steps(run, output.logits, roots, shapes, self.target_ids)
+        """``expand_below`` with this head."""
+        return expand_below(self, batch, cache, features, shapes)
 
     def _tensor(self, data: np.ndarray) -> Tensor:
         return torch.from_numpy(data).to(self._device)
-
-
-def _below(rows: StepRows, drafted: TreeRows) -> StepRows:
-    """Known rows and the tree under the last of them; the logits of its new rows are asked for."""
-    count = len(rows.tokens)
-    parents = [count - 1 if p == ROOT else count + p for p in drafted.parents]
-    total = count + len(parents)
-    return StepRows(
-        slot=rows.slot,
-        tokens=[*rows.tokens, *drafted.tokens],
-        parents=[*rows.parents, *parents],
-        logit_rows=range(total - drafted.new, total),
-    )
