@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream import sampling
 from slipstream.cache import Cache
+from slipstream.drafters.cost import floor_of
 from slipstream.drafters.expand import Expanded, TreeShape
 from slipstream.drafters.paths import read_tree
 from slipstream.request import Request
@@ -64,7 +65,7 @@ class EagleDrafter:
             depth=config.num_speculative_tokens,
             width=config.tree_width,
             nodes=config.tree_nodes,
-            floor=config.path_floor,
+            floor=floor_of(config.path_floor, target.runtime),
             fixed=None if config.tree is None else read_tree(config.tree),
         )
         self._target_ids = target_ids

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.config import require, require_integer, unknown
 from slipstream.drafters.belongs import check_belongs
+from slipstream.drafters.cost import require_floor
 from slipstream.drafters.eagle import EagleDrafter, Head
 from slipstream.models import eagle1, eagle3
 from slipstream.models.head_sources import head_for, resolve_head
@@ -22,7 +23,8 @@ class EagleOptions:
 
     num_speculative_tokens: the longest path. tree_width: nodes of a level that are gone on from,
     and children of each; 1 drafts a chain. tree_nodes: of the whole tree at most. path_floor: the
-    least probability, in the head's eyes, of a path worth a row of the target's step. tree: instead
+    least probability, in the head's eyes, of a path that is drafted; None for what is worth a row
+    of the target's step, as measured when the head is loaded. tree: instead
     of those three, always the same paths of ranks: a list as EAGLE-1's authors publish them, or a
     JSON file with one.
     draft_sample_method: "greedy" drafts the most probable paths, also where the request samples;
@@ -33,7 +35,7 @@ class EagleOptions:
     num_speculative_tokens: int = 6
     tree_width: int = 6
     tree_nodes: int = 16
-    path_floor: float = 0.05
+    path_floor: float | None = None
     tree: Any = None
     draft_sample_method: str = "greedy"
 
@@ -41,9 +43,7 @@ class EagleOptions:
         require(isinstance(self.model, str), "model", self.model, "a name or a path")
         require_integer("tree_width", self.tree_width, 1)
         require_integer("tree_nodes", self.tree_nodes, 1)
-        floor = self.path_floor
-        number = isinstance(floor, (int, float)) and not isinstance(floor, bool)
-        require(number and 0 <= floor < 1, "path_floor", floor, "in [0, 1)")
+        require_floor(self.path_floor)
         known = ("greedy", "probabilistic")
         if self.draft_sample_method not in known:
             raise unknown("draft_sample_method", self.draft_sample_method, known)

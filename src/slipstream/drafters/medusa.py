@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slipstream.config import require, require_integer, unknown
 from slipstream.drafters.belongs import check_belongs
+from slipstream.drafters.cost import floor_of, require_floor
 from slipstream.drafters.paths import RankTree, best_tree, read_tree
 from slipstream.models import medusa
 from slipstream.models.head_sources import head_for, resolve_head
@@ -37,7 +38,8 @@ class MedusaConfig:
 
     num_speculative_tokens: the longest path; no longer than there are heads. tree_nodes: of the
     whole tree at most, the most probable paths in the heads' eyes, anew each step. path_floor: the
-    least probability of a path worth a row of the target's step. tree: instead of those, always the
+    least probability of a path that is drafted; None for what is worth a row of the target's step,
+    as measured when the heads are loaded. tree: instead of those, always the
     same paths of ranks: a list as Medusa's authors publish them, or a JSON file with one.
     acceptance: "lossless", or "typical", which is lossy: a sampled request takes any draft that its
     target finds probable enough (``verify.typical_acceptance``).
@@ -47,7 +49,7 @@ class MedusaConfig:
     model: str = ""
     num_speculative_tokens: int = 5
     tree_nodes: int = 16
-    path_floor: float = 0.05
+    path_floor: float | None = None
     tree: Any = None
     acceptance: str = "lossless"
     quantization: str = "int8"
@@ -55,9 +57,7 @@ class MedusaConfig:
     def __post_init__(self) -> None:
         require(isinstance(self.model, str), "model", self.model, "a name or a path")
         require_integer("tree_nodes", self.tree_nodes, 1)
-        floor = self.path_floor
-        number = isinstance(floor, (int, float)) and not isinstance(floor, bool)
-        require(number and 0 <= floor < 1, "path_floor", floor, "in [0, 1)")
+        require_floor(self.path_floor)
         for name, known in (
             ("acceptance", ("lossless", "typical")),
             ("quantization", ("none", "int8")),
@@ -99,6 +99,8 @@ class MedusaDrafter:
         self._normed, self._tree = normed, tree
         width = config.tree_nodes if tree is None else 1 + max(tree.ranks)
         self._width = min(width, heads.shape.draft_vocab)
+        floor = floor_of(config.path_floor, target.runtime)
+        self._least = math.log(floor) if floor > 0 else -math.inf
         self._packed: PackedHeads | None = None
         self._last: dict[int, tuple[int, Tensor]] = {}  # tokens committed; [h] of the last one
 
@@ -142,6 +144,4 @@ class MedusaDrafter:
         if self._tree is not None:
             depth = min(budget, len(tokens))
             return self._tree.cut(depth, len(tokens[0])).draft(tokens)
-        floor = self._config.path_floor
-        least = math.log(floor) if floor > 0 else -math.inf
-        return best_tree(log_probs[:budget], self._config.tree_nodes, least).draft(tokens)
+        return best_tree(log_probs[:budget], self._config.tree_nodes, self._least).draft(tokens)
