@@ -157,7 +157,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         "--keep-answers", action="store_true", help="learn those of the file, not the model's own"
     )
     group = parser.add_argument_group("head")
-    group.add_argument("--draft-vocab", type=int, default=8192, help="tokens (default 8192)")
+    group.add_argument("--draft-vocab", type=int, default=4096, help="tokens (default 4096)")
     group.add_argument(
         "--taps", type=_list_of(int), metavar="LIST", help="eagle3: layers (default: the paper's)"
     )

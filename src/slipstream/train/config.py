@@ -49,7 +49,7 @@ class TrainConfig:
     tokens: int = 700_000
     max_answer: int = 192
     keep_answers: bool = False
-    draft_vocab: int = 8192
+    draft_vocab: int = 4096
     passes: Any = None
     taps: Any = None
     heads: Any = None
