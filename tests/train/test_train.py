@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -10,14 +11,18 @@ from typing import Any
 import pytest
 import tiny_eagle
 import torch
+from models.tiny_heads import CONFIG
 from safetensors.torch import load_file
+from train import unrolled
 
 from slipstream.errors import SlipstreamError
 from slipstream.models import eagle3, medusa
+from slipstream.models.eagle3_module import Eagle3Module
 from slipstream.train import eagle3 as recipe
 from slipstream.train import loop
 from slipstream.train.config import TrainConfig, TrainOptions
 from slipstream.train.questions import read_questions
+from slipstream.train.unroll import unroll
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -81,10 +86,41 @@ def test_a_run_that_was_killed_goes_on_to_the_same_head(
 def test_rows_of_a_later_pass_see_committed_rows_and_their_own_path() -> None:
     """Pass i, row s: pass 0 up to s - i, then one row of each pass, the last its own."""
     rows, index = 6, 2
-    seen = recipe.seen(rows, index).view(rows, index + 1, rows)
+    seen = unrolled.seen(rows, index).view(rows, index + 1, rows)
     for s in range(index, rows):
         want = {(0, t) for t in range(s - index + 1)} | {(1, s - 1), (2, s)}
         assert {(int(p), int(t)) for p, t in seen[s].nonzero()} == want
+
+
+@pytest.mark.parametrize("passes", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_later_passes_run_only_the_rows_they_need(passes: int, kv_heads: int) -> None:
+    """Prompts and answers of several lengths; the same logits and gradients as by definition."""
+    config = dataclasses.replace(CONFIG, kv_heads=kv_heads)
+    module = Eagle3Module(config, torch.randn(config.vocab, config.hidden))
+    counts = torch.zeros(4, 12, dtype=torch.bool)
+    for b, (begin, end) in enumerate(((3, 9), (5, 12), (3, 4), (6, 6))):
+        counts[b, begin:end] = True
+    counts[0, 5] = False  # of a token that the draft vocabulary doesn't have
+    batch = recipe.Batch(
+        tokens=torch.randint(config.vocab, counts.shape),
+        features=torch.randn(*counts.shape, config.features),
+        counts=counts,
+        probs=torch.empty(0),
+        best=torch.empty(0),
+        missed=0,
+    )
+    found = []
+    for logits in (
+        unrolled.unroll(module, batch, passes),
+        unroll(module, batch.tokens, batch.features, counts, passes),
+    ):
+        module.zero_grad()
+        torch.stack(logits).pow(2).mean().backward()
+        gradients = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+        found.append((torch.stack(logits), gradients))
+    for want, have in zip(*found, strict=True):
+        torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

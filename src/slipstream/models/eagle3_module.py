@@ -6,6 +6,7 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -40,16 +41,25 @@ class Eagle3Module(nn.Module):
         return fused
 
     def forward(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, seen: Tensor, past: KV | None
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        seen: Tensor,
+        past: KV | None,
+        paths: Sequence[KV] | None = None,
     ) -> tuple[Tensor, KV]:
         """One pass of the layer.
 
         tokens, positions: [B, Q]. hidden: [B, Q, h], of the position before each token: fused
         features, or what this returned for the row's parent. seen: bool, broadcast to
         [B, 1, Q, T + Q]. Returns the hidden states [B, Q, h], not normed, and the KV of all rows.
+
+        paths: KV [B, kv_heads, Q, D] each; if given, a row sees of its own pass itself alone, and
+        its row of each of these; seen is [B, 1, Q, T] then, and the KV is of the Q rows.
         """
         embedded = functional.embedding(tokens, self.embedding)
-        out: tuple[Tensor, KV] = self.layers[0](embedded, hidden, positions, seen, past)
+        out: tuple[Tensor, KV] = self.layers[0](embedded, hidden, positions, seen, past, paths)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -77,12 +87,18 @@ class _Layer(nn.Module):
         self._normed_residual = config.norm_before_residual
 
     def forward(
-        self, embedded: Tensor, hidden: Tensor, positions: Tensor, seen: Tensor, past: KV | None
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        seen: Tensor,
+        past: KV | None,
+        paths: Sequence[KV] | None,
     ) -> tuple[Tensor, KV]:
         normed = self.hidden_norm(hidden)
         residual = normed if self._normed_residual else hidden
         both = torch.cat([self.input_layernorm(embedded), normed], -1)
-        attended, kv = self.self_attn(both, positions, seen, past)
+        attended, kv = self.self_attn(both, positions, seen, past, paths)
         hidden = residual + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), kv
 
@@ -125,7 +141,12 @@ class Attention(nn.Module):
         self.register_buffer("_frequencies", self._theta**-steps, persistent=False)
 
     def forward(
-        self, x: Tensor, positions: Tensor, seen: Tensor, past: KV | None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        seen: Tensor,
+        past: KV | None,
+        paths: Sequence[KV] | None = None,
     ) -> tuple[Tensor, KV]:
         """x: [B, Q, width]."""
         query, key, value = (
@@ -135,12 +156,31 @@ class Attention(nn.Module):
         angles = positions[:, None, :, None] * self._frequencies  # [B, 1, Q, D/2]
         cosine, sine = angles.cos(), angles.sin()
         query, key = _rotate(query, cosine, sine), _rotate(key, cosine, sine)
+        if paths is not None:
+            assert past is not None
+            mixed = _along_paths(query, seen, past, [*paths, (key, value)])
+            return self.o_proj(mixed.transpose(1, 2).flatten(2)), (key, value)
         if past is not None:
             key, value = torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
         mixed = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=seen, enable_gqa=True
         )
         return self.o_proj(mixed.transpose(1, 2).flatten(2)), (key, value)
+
+
+def _along_paths(query: Tensor, seen: Tensor, past: KV, paths: Sequence[KV]) -> Tensor:
+    """Attention to what is seen of the past, and of each path to the row's own entry."""
+    groups, length = query.shape[1] // past[0].shape[1], past[0].shape[2]
+    keys, values = (part.repeat_interleave(groups, 1) for part in past)
+    own = [[part.repeat_interleave(groups, 1) for part in kv] for kv in paths]
+    scores = (query @ keys.transpose(-1, -2)).masked_fill(~seen, -torch.inf)
+    further = [(query * key).sum(-1, keepdim=True).to(scores) for key, _ in own]
+    shares = (torch.cat([scores, *further], -1).float() * query.shape[-1] ** -0.5).softmax(-1)
+    shares = shares.to(values)
+    mixed = shares[..., :length] @ values
+    for i, (_, value) in enumerate(own, length):
+        mixed = mixed + shares[..., i : i + 1] * value
+    return mixed
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

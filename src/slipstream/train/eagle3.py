@@ -23,6 +23,7 @@ from slipstream.models.eagle3_module import Eagle3Module
 from slipstream.train.config import LOSSES, TrainConfig
 from slipstream.train.features import Example
 from slipstream.train.target import TargetParts
+from slipstream.train.unroll import unroll
 
 _DECAY = 0.8  # weight of each further pass
 _FIRST_ALONE = 0.4  # of the training
@@ -134,32 +135,6 @@ class Collate:
         )
 
 
-def seen(rows: int, index: int) -> Tensor:
-    """[T, T·(index + 1)]: what the rows of pass ``index`` attend to.
-
-    Of pass 0, whose rows are committed by then, what lies further back than the draft; of each
-    later pass its own ancestor, one a pass.
-    """
-    s, t = torch.arange(rows)[:, None], torch.arange(rows)[None]
-    first = t <= s - index
-    return torch.cat([first, *(t == s - (index - j) for j in range(1, index + 1))], 1)
-
-
-def unroll(module: Eagle3Module, batch: Batch, passes: int) -> list[Tensor]:
-    """Logits of each pass at the rows that count, [N, d]."""
-    hidden = module.fuse(batch.features)
-    rows = batch.tokens.shape[1]
-    device = batch.tokens.device
-    positions = torch.arange(rows, device=device).expand(batch.tokens.shape)
-    past, logits = None, []
-    for index in range(passes):
-        mask = seen(rows, index).to(device)
-        out, past = module(batch.tokens, hidden, positions, mask, past)
-        logits.append(module.logits(out[batch.counts]))
-        hidden = out.roll(1, dims=1)
-    return logits
-
-
 def loss_of(logits: Tensor, probs: Tensor, l1: float) -> Tensor:
     """Of one pass: (1 - l1) · CE + l1 · |p - q|₁, averaged over rows; [N, d] each.
 
@@ -174,7 +149,7 @@ def loss_of(logits: Tensor, probs: Tensor, l1: float) -> Tensor:
 
 def training_loss(module: Eagle3Module, batch: Batch, passes: int, l1: float) -> Tensor:
     """All passes together."""
-    logits = unroll(module, batch, passes)
+    logits = unroll(module, batch.tokens, batch.features, batch.counts, passes)
     weights = [_DECAY**i for i in range(passes)]
     losses = [w * loss_of(x, batch.probs, l1) for w, x in zip(weights, logits, strict=True)]
     return torch.stack(losses).sum() / sum(weights)
@@ -189,7 +164,8 @@ def held_out(module: Eagle3Module, batches: Sequence[Batch], passes: int) -> lis
     right, total = [0] * passes, 0
     for batch in batches:
         reached = torch.ones_like(batch.counts)
-        for index, logits in enumerate(unroll(module, batch, passes)):
+        found = unroll(module, batch.tokens, batch.features, batch.counts, passes)
+        for index, logits in enumerate(found):
             hit = torch.zeros_like(batch.counts)
             hit[batch.counts] = logits.argmax(-1) == batch.best
             reached = hit & (reached if index == 0 else reached.roll(1, dims=1))

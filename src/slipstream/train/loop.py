@@ -112,7 +112,9 @@ def _optimizers(
         weight_decay=0.0,
         adjust_lr_fn="match_rms_adamw",
     )
-    adam = torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    adam = torch.optim.AdamW(
+        others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
     for optimizer in (muon, adam):
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
