@@ -15,7 +15,7 @@ from typing import Any
 
 from slipstream.config import SamplingParams, require_integer
 from slipstream.errors import SlipstreamError
-from slipstream.models.head_sources import HEAD_METHODS, default_method, head_for
+from slipstream.models.head_sources import HEAD_METHODS, default_method, find_head, head_for
 from slipstream.models.sources import find
 
 EXIT_OK, EXIT_FAULT, EXIT_INTERRUPTED = 0, 1, 130
@@ -166,7 +166,13 @@ def train(args: Namespace) -> int:
         options=TrainOptions(**{name: getattr(args, name) for name in names}),
     )
     command = " ".join(["slipstream", *sys.argv[1:]])
-    found = make(_llm(args, None), config, command, show.progress_to, say)
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+        found = make(_llm(args, None), config, command, show.progress_to, say)
+    except OSError as error:
+        raise SlipstreamError(
+            f"{error}: what is finished is kept; put it right and run the same command again"
+        ) from error
     out, _ = show.consoles()
     out.print(f"{found['head']}: use it with --method {args.method} --draft-model {found['head']}")
     for name, tau in found["mean_tokens_per_step"].items():
@@ -291,8 +297,8 @@ def _speculative_config(args: Namespace) -> dict[str, Any] | None:
         raise SlipstreamError("--method draft_model needs a model: name it with --draft-model")
     if config["method"] == "draft_model" and isinstance(config["model"], str):
         find(config["model"])
-    if config["method"] in HEAD_METHODS and "model" not in config:
-        head_for(args.model, config["method"])
+    if config["method"] in HEAD_METHODS:
+        find_head(str(config.get("model") or head_for(args.model, config["method"])))
     from slipstream.drafters import parse
 
     parse(config)

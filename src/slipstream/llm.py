@@ -34,7 +34,7 @@ class LLM:
     model: hub id, folder, GGUF file, or the built-in default. runtime, device, dtype, quantization,
     threads, kv_cache_dtype: see ``config.RuntimeConfig``.
     max_model_len: tokens of prompt and answer together. max_num_seqs: requests in flight.
-    speculative_config: {"method": "ngram" | "draft_model", "num_speculative_tokens": K, …}; None
+    speculative_config: {"method": "ngram" | "eagle3" | …, "num_speculative_tokens": K, …}; None
     decodes plainly. logprobs_mode: "raw_logprobs" or "processed_logprobs".
     notify: is told in a line what takes time (default: stderr).
     """
@@ -71,6 +71,7 @@ class LLM:
             kv_cache_dtype=kv_cache_dtype,
         )
         self._notify = notify
+        self.runtime_config = config
         self._load = lambda name: load(name, config, notify=notify)
         self.model = self._load(model)
         self.tokenizer = self.model.tokenizer

@@ -263,7 +263,7 @@ def test_a_tree_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": ""}, "model must be heads"),
+        ({"model": 3}, "model must be a name or a path"),
         ({"tree_nodes": 0}, "tree_nodes"),
         ({"path_floor": 1}, "path_floor"),
         ({"path_floor": "x"}, "path_floor"),

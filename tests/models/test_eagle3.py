@@ -205,7 +205,7 @@ def put(tensors: dict[str, Tensor], name: str, at: int, value: float) -> None:
         (damage_tensors(lambda t: put(t, "d2t", 0, -1)), "d2t leads out of the vocabulary"),
         (
             damage_tensors(lambda t: t["d2t"].copy_(-torch.arange(12))),
-            "d2t leads to the same token twice",
+            "d2t leads to tokens twice",
         ),
         (damage_tensors(lambda t: t["t2d"].logical_not_()), "t2d doesn't mark"),
         (lambda folder: (folder / "config.json").unlink(), "config.json can't be read"),

@@ -113,5 +113,9 @@ def parse(values: Mapping[str, Any]) -> Speculation:
     config = from_dict(getattr(import_module(module), name), options, f"{method} option")
     require_integer("num_speculative_tokens", config.num_speculative_tokens, 1)
     acceptance = getattr(config, "acceptance", "lossless")
+    if acceptance != "lossless" and sampler != "standard":
+        raise SlipstreamError(
+            f"acceptance {acceptance!r} and rejection_sample_method {sampler!r}: give one of them"
+        )
     sampler = sampler if acceptance == "lossless" else acceptance
     return Speculation(method=method, drafter=config, rejection_sample_method=sampler)

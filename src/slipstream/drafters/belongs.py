@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from slipstream.errors import SlipstreamError
+from slipstream.models.sources import DEFAULT_HUB_ID, DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from slipstream.drafters import Target
@@ -39,4 +40,5 @@ def check_belongs(
 
 
 def _last(path: str) -> str:
+    path = DEFAULT_HUB_ID if path == DEFAULT_MODEL else path
     return path.rstrip("/").rsplit("/", 1)[-1]

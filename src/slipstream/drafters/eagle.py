@@ -132,7 +132,10 @@ class EagleDrafter:
             rows = self._rows(request, tokens)
             output = self._head.step([rows], self._cache, hidden)
             assert output.features is not None
-            hidden = torch.cat([hidden[:known], output.features[known - 1 :, 0]])
+            if not tokens:
+                self._commit([request], [rows], output)
+            hidden = torch.cat([hidden[known - 1 : known], output.features[known - 1 :, 0]])
+            known = 1
             row = self._distribution(request, output.logits[0], tokens)
             tokens.append(request.noise.sample_draft(row, len(request.tokens) + len(tokens)))
             probs.append(row)

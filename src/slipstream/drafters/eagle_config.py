@@ -9,6 +9,8 @@ from slipstream.config import require, require_integer, unknown
 from slipstream.drafters.belongs import check_belongs
 from slipstream.drafters.cost import require_floor
 from slipstream.drafters.eagle import EagleDrafter, Head
+from slipstream.drafters.paths import read_tree
+from slipstream.errors import SlipstreamError
 from slipstream.models import eagle1, eagle3
 from slipstream.models.head_sources import head_for, resolve_head
 from slipstream.runtimes.outer import read_last_norm, read_matrices
@@ -44,6 +46,8 @@ class EagleOptions:
         require_integer("tree_width", self.tree_width, 1)
         require_integer("tree_nodes", self.tree_nodes, 1)
         require_floor(self.path_floor)
+        if self.tree is not None:
+            read_tree(self.tree)
         known = ("greedy", "probabilistic")
         if self.draft_sample_method not in known:
             raise unknown("draft_sample_method", self.draft_sample_method, known)
@@ -67,6 +71,12 @@ class Eagle3Options(EagleOptions):
         config = weights.config
         taps = config.taps or eagle3.default_taps(target.runtime.layers)
         check_belongs(name, target, config.target_hidden, config.vocab, config.verifier, taps)
+        if config.hidden != config.target_hidden and "embed_tokens.weight" not in weights.tensors:
+            raise SlipstreamError(
+                f"{name} has a hidden size of {config.hidden}, its target of "
+                f"{config.target_hidden}: it needs embed_tokens.weight, which it lacks"
+            )
+        weights = eagle3.within(weights, target.vocab_size)
         head = _head(weights, target, self.quantization)
         return EagleDrafter(head, taps, weights.target_ids, target, self)
 
@@ -84,6 +94,7 @@ class Eagle1Options(EagleOptions):
         check_belongs(name, target, shape.hidden, shape.vocab, shape.verifier)
         embedding, lm_head = read_matrices(target.name)
         like = getattr(target.runtime, "embedding", embedding)  # device and dtype of torch targets
+        lm_head = lm_head[: target.vocab_size]  # the rest is padding
         head = eagle1_head(
             weights, embedding.to(like), lm_head.to(like), read_last_norm(target.name)
         )

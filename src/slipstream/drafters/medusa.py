@@ -29,6 +29,7 @@ from slipstream.types import Draft
 if TYPE_CHECKING:
     from slipstream.drafters import Target
 
+_LOSSY_FLOOR = 0.05  # a measured one would let timings decide the text
 LOSSY = "lossy: with acceptance 'typical' sampled output does not have the target's distribution"
 
 
@@ -58,6 +59,8 @@ class MedusaConfig:
         require(isinstance(self.model, str), "model", self.model, "a name or a path")
         require_integer("tree_nodes", self.tree_nodes, 1)
         require_floor(self.path_floor)
+        if self.tree is not None:
+            read_tree(self.tree)
         for name, known in (
             ("acceptance", ("lossless", "typical")),
             ("quantization", ("none", "int8")),
@@ -99,7 +102,8 @@ class MedusaDrafter:
         self._normed, self._tree = normed, tree
         width = config.tree_nodes if tree is None else 1 + max(tree.ranks)
         self._width = min(width, heads.shape.draft_vocab)
-        floor = floor_of(config.path_floor, target.runtime)
+        given = _LOSSY_FLOOR if config.lossy and config.path_floor is None else config.path_floor
+        floor = floor_of(given, target.runtime)
         self._least = math.log(floor) if floor > 0 else -math.inf
         self._packed: PackedHeads | None = None
         self._last: dict[int, tuple[int, Tensor]] = {}  # tokens committed; [h] of the last one

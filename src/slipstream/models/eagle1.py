@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.models import head_files
-from slipstream.models.eagle3 import SIZES, layer_words, read_tensors
+from slipstream.models.eagle3 import SIZES, is_size, layer_words, read_tensors, verifier_of
 
 _NAMES = {"fusion_fc.": "fc.", "transformer.": "layers.0."}  # speculators' → SafeAILab's
 
@@ -94,19 +94,18 @@ def _name(key: str) -> str:
 
 def _shape(words: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str) -> Eagle1Shape:
     layer, theta = layer_words(words, name)
-    missing = [key for key in SIZES if not isinstance(layer.get(key), int)]
+    missing = [key for key in SIZES if not is_size(layer.get(key))]
     if missing:
         raise SlipstreamError(f"{name}: config.json lacks {', '.join(missing)}: no EAGLE head")
-    verifier = (words.get("speculators_config", {}).get("verifier") or {}).get("name_or_path")
     return Eagle1Shape(
         hidden=layer["hidden_size"],
         heads=layer["num_attention_heads"],
-        kv_heads=layer["num_key_value_heads"],
+        kv_heads=layer.get("num_key_value_heads") or layer["num_attention_heads"],
         dim=layer.get("head_dim") or layer["hidden_size"] // layer["num_attention_heads"],
         inner=layer["intermediate_size"],
         vocab=layer["vocab_size"],
         bias=words.get("fusion_bias", words.get("bias", "fc.bias" in tensors)),
         eps=layer.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
-        verifier=verifier or "",
+        verifier=verifier_of(words),
     )

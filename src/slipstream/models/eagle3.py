@@ -9,7 +9,7 @@ Shapes: h hidden · F layers tapped · D head dimension · d draft vocabulary ·
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ SIZES = (
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
-    "num_key_value_heads",
     "vocab_size",
 )
 
@@ -97,6 +96,17 @@ class Eagle3Weights:
         return head_files.target_ids(self.tensors["d2t"])
 
 
+def within(head: Eagle3Weights, vocab_size: int) -> Eagle3Weights:
+    """Without the draft tokens from id ``vocab_size`` on: padding of the target's matrices."""
+    config, ids = head.config, head.target_ids
+    kept = ids < vocab_size
+    if bool(kept.all()):
+        return head
+    tensors = {**head.tensors, "lm_head.weight": head.tensors["lm_head.weight"][kept]}
+    tensors["d2t"], tensors["t2d"] = vocabulary_maps(ids[kept].tolist(), config.vocab)
+    return Eagle3Weights(config=replace(config, draft_vocab=int(kept.sum())), tensors=tensors)
+
+
 def default_taps(layers: int) -> tuple[int, int, int]:
     """The layers whose input the paper's code fuses."""
     return (min(2, layers - 1), layers // 2, max(layers - 3, 0))
@@ -110,6 +120,8 @@ def read(folder: Path, name: str) -> Eagle3Weights:
     words = head_files.read_words(folder / "config.json", name)
     tensors = _names(read_tensors(folder, name))
     config = _config(words, tensors, name)
+    if config.draft_vocab == config.vocab and "d2t" not in tensors:  # nothing to map
+        tensors["d2t"], tensors["t2d"] = vocabulary_maps(range(config.vocab), config.vocab)
     _check(config, tensors, name)
     return Eagle3Weights(config=config, tensors=tensors)
 
@@ -137,42 +149,64 @@ def _names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _config(words: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str) -> Eagle3Config:
     layer, theta = layer_words(words, name)
-    missing = [key for key in SIZES if not isinstance(layer.get(key), int)]
-    if not isinstance(words.get("draft_vocab_size"), int):
+    missing = [key for key in SIZES if not is_size(layer.get(key))]
+    if not is_size(words.get("draft_vocab_size")):
         missing.append("draft_vocab_size")
     if missing:
         raise SlipstreamError(f"{name}: config.json lacks {', '.join(missing)}: no EAGLE-3 head")
     hidden = layer["hidden_size"]
     target_hidden = words.get("target_hidden_size") or hidden
-    eagle = words.get("eagle_config", {})
-    taps = words.get("eagle_aux_hidden_state_layer_ids")
-    taps = taps or eagle.get("eagle_aux_hidden_state_layer_ids") or ()
-    speculators = words.get("speculators_config", {})
+    taps = _taps(words, name)
     return Eagle3Config(
         hidden=hidden,
         target_hidden=target_hidden,
         heads=layer["num_attention_heads"],
-        kv_heads=layer["num_key_value_heads"],
+        kv_heads=layer.get("num_key_value_heads") or layer["num_attention_heads"],
         dim=layer.get("head_dim") or hidden // layer["num_attention_heads"],
         inner=layer["intermediate_size"],
         vocab=layer["vocab_size"],
         draft_vocab=words["draft_vocab_size"],
-        taps=tuple(taps),
+        taps=taps,
         eps=layer.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         max_length=layer.get("max_position_embeddings", 2048),
         norm_before_residual=words.get("norm_before_residual", False),
-        verifier=(speculators.get("verifier") or {}).get("name_or_path") or "",
+        verifier=verifier_of(words),
     )
+
+
+def _taps(words: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """speculators and vLLM number the layer whose input is meant, SpecForge's nested form the one
+    whose output is."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    nested = mapping(words, "eagle_config").get(key) or []
+    taps = words.get(key) or nested
+    if not isinstance(taps, list) or not all(type(t) is int and t >= 0 for t in taps):
+        raise SlipstreamError(f"{name}: {key} is {taps!r}, not a list of layers")
+    return tuple(t + 1 for t in taps) if not words.get(key) else tuple(taps)
+
+
+def mapping(words: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """What stands under a key, {} where nothing does."""
+    value = words.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def verifier_of(words: Mapping[str, Any]) -> str:
+    return mapping(mapping(words, "speculators_config"), "verifier").get("name_or_path") or ""
 
 
 def layer_words(words: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], float]:
     """What either format's config.json says of the layer, and its rotary base; refuses a layer of a
     kind that isn't known."""
-    layer = words.get("transformer_layer_config", words)
+    layer = mapping(words, "transformer_layer_config") or words
     if layer.get("num_hidden_layers", 1) != 1:
         raise SlipstreamError(f"{name}: a head of {layer['num_hidden_layers']} layers; 1 is known")
-    rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    rope = mapping(layer, "rope_parameters") or mapping(layer, "rope_scaling")
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise SlipstreamError(f"{name}: a head with scaled rotary embeddings; plain ones are known")
     return layer, rope.get("rope_theta") or layer.get("rope_theta", 10000.0)

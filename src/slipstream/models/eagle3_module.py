@@ -185,7 +185,8 @@ def _along_paths(query: Tensor, seen: Tensor, past: KV, paths: Sequence[KV]) -> 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+    turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+    return turned.to(x.dtype)  # the angles are float32, or more
 
 
 class MLP(nn.Module):

@@ -80,8 +80,8 @@ def check_maps(tensors: Mapping[str, Tensor], vocab: int, name: str) -> None:
     if not bool(((ids >= 0) & (ids < vocab)).all()):
         raise SlipstreamError(f"{name}: d2t leads out of the vocabulary of {vocab} tokens")
     mask = _mask(ids, vocab)
-    if int(mask.sum()) != len(ids):
-        raise SlipstreamError(f"{name}: d2t leads to the same token twice")
+    if not bool((ids[1:] > ids[:-1]).all()):
+        raise SlipstreamError(f"{name}: d2t leads to tokens twice, or not in ascending order")
     if not torch.equal(mask, tensors["t2d"].bool()):
         raise SlipstreamError(f"{name}: t2d doesn't mark the tokens that d2t leads to")
 
@@ -105,17 +105,21 @@ def _mask(ids: Tensor, vocab: int) -> Tensor:
 
 
 def write(folder: Path, file: str, tensors: Mapping[str, Tensor], words: Mapping[str, Any]) -> None:
-    """Tensors to ``file`` and words to config.json. The folder appears complete or not at all."""
+    """Tensors to ``file`` and words to config.json. The folder appears complete or not at all; a
+    killed write may leave the former one under another name."""
     from safetensors.torch import save_file
 
-    temporary = folder.with_name(folder.name + ".part")
-    temporary.mkdir(parents=True, exist_ok=True)
+    temporary, old = (folder.with_name(folder.name + end) for end in (".part", ".old"))
+    if folder.is_dir() and old.is_dir():  # of a write that was killed
+        shutil.rmtree(old)
+    if temporary.is_dir():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
     own = {key: value.clone().contiguous() for key, value in tensors.items()}  # none shared
     save_file(own, temporary / file, metadata={"format": "pt"})
     text = json.dumps(words, indent=2) + "\n"
     (temporary / "config.json").write_text(text, encoding="utf-8")
     if folder.is_dir():
-        old = folder.with_name(folder.name + ".old")
         folder.rename(old)
         temporary.rename(folder)
         shutil.rmtree(old)

@@ -36,8 +36,9 @@ def head_for(model: str, method: str) -> str:
     return head
 
 
-def resolve_head(name: str, *, notify: Notify = say) -> Path:
-    """The local folder of a draft head: one of ours by its name, a folder, or a hub id."""
+def find_head(name: str) -> Path | None:
+    """The folder of that name, or of one of our heads; None for what is fetched. Refuses a wrong
+    name at once."""
     own = sorted(path.parent for path in OWN_HEADS.glob("*/config.json"))
     path = next((head for head in own if head.name == name), Path(name).expanduser())
     if path.is_dir():
@@ -47,4 +48,9 @@ def resolve_head(name: str, *, notify: Notify = say) -> Path:
             f"no draft head {name!r}: it is no folder here, and a hub id has the form org/name. "
             f"Built in are {', '.join(head.name for head in own)}"
         )
-    return hub_folder(name, notify, _FILES)
+    return None
+
+
+def resolve_head(name: str, *, notify: Notify = say) -> Path:
+    """The local folder of a draft head: one of ours by its name, a folder, or a hub id."""
+    return find_head(name) or hub_folder(name, notify, _FILES)

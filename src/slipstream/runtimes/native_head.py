@@ -18,7 +18,6 @@ from torch import Tensor
 
 from slipstream.cache import Cache
 from slipstream.drafters.expand import Expanded, TreeShape, expand_below
-from slipstream.errors import SlipstreamError
 from slipstream.extension import native as _native
 from slipstream.models.eagle3 import Eagle3Config, Eagle3Weights
 from slipstream.runtimes.native import NativeCache, NativeKV, NativeRuntime, Rows
@@ -44,7 +43,6 @@ class NativeHead:
         self, weights: Eagle3Weights, target: NativeRuntime, *, quantization: str = "int8"
     ) -> None:
         config = weights.config
-        _check(weights, target)
         self.hidden_size = config.hidden
         self.draft_vocab = config.draft_vocab
         self.features = config.features
@@ -112,23 +110,6 @@ class NativeHead:
         none = torch.empty(0, self.draft_vocab)
         step = StepOutput(logits=none, new_kv=NativeKV(output=output, starts=rows.starts))
         return step, trees
-
-
-def _check(weights: Eagle3Weights, target: NativeRuntime) -> None:
-    config = weights.config
-    wanted = {"hidden size": config.target_hidden, "vocabulary": config.vocab}
-    given = {"hidden size": target.hidden_size, "vocabulary": target.vocab_size}
-    for what, size in wanted.items():
-        if size != given[what]:
-            raise SlipstreamError(
-                f"the EAGLE-3 head is for a target with a {what} of {size}, this one's is "
-                f"{given[what]}: choose a head that was trained for this model"
-            )
-    if config.hidden != config.target_hidden and "embed_tokens.weight" not in weights.tensors:
-        raise SlipstreamError(
-            f"the EAGLE-3 head has a hidden size of {config.hidden}, its target of "
-            f"{config.target_hidden}: it needs embed_tokens.weight, which it lacks"
-        )
 
 
 def _words(config: Eagle3Config) -> dict[str, Any]:

@@ -58,11 +58,11 @@ def eagle1_head(
         module = Eagle1Module(
             weights.shape,
             own.get("embed_tokens.weight", embedding),
-            own.get("lm_head.weight", lm_head),
+            own.get("lm_head.weight", lm_head)[: len(lm_head)],
             normed,
         )
     fill(module, weights.tensors, embedding)
-    return TorchHead(module, weights.shape, torch.arange(weights.shape.vocab), embedding)
+    return TorchHead(module, weights.shape, torch.arange(len(lm_head)), embedding)
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor], like: Tensor) -> None:
@@ -86,8 +86,6 @@ class TorchHead:
         self._module = module
         self._device, self._dtype = like.device, like.dtype
         self._wide = torch.promote_types(self._dtype, torch.float32)
-        self.hidden_size = sizes.hidden
-        self.draft_vocab = len(target_ids)
         self.target_ids = target_ids.to(like.device)
         self._layer = LayerShape(kv_heads=sizes.kv_heads, key_dim=sizes.dim, value_dim=sizes.dim)
 

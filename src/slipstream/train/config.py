@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import require, require_integer, unknown
 from slipstream.errors import SlipstreamError
+from slipstream.train.questions import read_questions
 
 SELF = "self"
 LOSSES = {"ce": 0.0, "ce+l1": 0.9}  # the share of the second term
@@ -31,7 +33,7 @@ class TrainOptions:
     evaluate_every: int = 200
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 1), ("tokens_per_step", 64)):
+        for name, least in (("epochs", 1), ("tokens_per_step", 64), ("seed", 0)):
             require_integer(name, getattr(self, name), least)
         require(0 < self.learning_rate < 1, "learning_rate", self.learning_rate, "in (0, 1)")
 
@@ -72,8 +74,12 @@ class TrainConfig:
             raise unknown("loss", self.loss, tuple(LOSSES))
         if self.keep_answers and self.data == SELF:
             raise SlipstreamError("--keep-answers is of a file: name it with --data")
+        if self.data != SELF:
+            read_questions(Path(self.data))
 
-    @property
-    def depth(self) -> int:
-        """The longest draft that is trained for."""
-        return int(self.passes if self.method == "eagle3" else self.heads)
+    def as_dict(self) -> dict[str, Any]:
+        """What decides the head, for JSON; a file by what is in it."""
+        words = asdict(self) | asdict(self.options)
+        if self.data != SELF:
+            words["data"] = hashlib.sha256(Path(self.data).read_bytes()).hexdigest()
+        return {key: value for key, value in words.items() if key not in ("out", "options")}

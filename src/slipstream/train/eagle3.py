@@ -47,7 +47,7 @@ def config_of(target: TargetParts, taps: Sequence[int], draft_vocab: int) -> Eag
         eps=shape.rms_norm_eps,
         rope_theta=shape.rope_parameters["rope_theta"],
         max_length=shape.max_position_embeddings,
-        verifier=target.name,
+        verifier=target.public_name,
     )
 
 
@@ -149,7 +149,10 @@ def loss_of(logits: Tensor, probs: Tensor, l1: float) -> Tensor:
 
 def training_loss(module: Eagle3Module, batch: Batch, passes: int, l1: float) -> Tensor:
     """All passes together."""
-    logits = unroll(module, batch.tokens, batch.features, batch.counts, passes)
+    if not len(batch.best):  # nothing that the draft vocabulary can say: a loss all the same
+        return 0.0 * sum(p.sum() for p in module.parameters())  # type: ignore[return-value]
+    with torch.autocast(batch.tokens.device.type, torch.bfloat16):
+        logits = unroll(module, batch.tokens, batch.features, batch.counts, passes)
     weights = [_DECAY**i for i in range(passes)]
     losses = [w * loss_of(x, batch.probs, l1) for w, x in zip(weights, logits, strict=True)]
     return torch.stack(losses).sum() / sum(weights)
@@ -164,7 +167,8 @@ def held_out(module: Eagle3Module, batches: Sequence[Batch], passes: int) -> lis
     right, total = [0] * passes, 0
     for batch in batches:
         reached = torch.ones_like(batch.counts)
-        found = unroll(module, batch.tokens, batch.features, batch.counts, passes)
+        with torch.autocast(batch.tokens.device.type, torch.bfloat16):
+            found = unroll(module, batch.tokens, batch.features, batch.counts, passes)
         for index, logits in enumerate(found):
             hit = torch.zeros_like(batch.counts)
             hit[batch.counts] = logits.argmax(-1) == batch.best
@@ -193,7 +197,7 @@ class Eagle3Task:
         self._passes, self._l1 = passes, l1
 
     def loss(self, examples: Sequence[Example], done: float) -> Tensor:
-        """The further passes cost as much as the first and build on it: they come later."""
+        """The further passes cost about what the first does, and build on it: they come later."""
         passes = 1 if done < _FIRST_ALONE else self._passes
         return training_loss(self._module, self._collate(examples), passes, self._l1)
 

@@ -71,7 +71,7 @@ def compute(
     if needed > free:
         raise SlipstreamError(
             f"the features need {needed / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free: "
-            "choose another --cache-dir or fewer --tokens"
+            "choose another --out, or fewer --tokens there"
         )
     ready = len(conversations) - len(todo)
     yield ready

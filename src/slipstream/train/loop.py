@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from slipstream.errors import SlipstreamError
 from slipstream.train.config import TrainOptions
 from slipstream.train.features import Entry, Example
 
@@ -63,7 +64,10 @@ def fit(
     *,
     device: torch.device,
 ) -> None:
-    """Train to the end, from the saved state in ``folder`` if there is one."""
+    """Train to the end, from the saved state in ``folder`` if there is one.
+
+    Raises SlipstreamError where the loss is no number, before that spoils the state.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     batches = [b for epoch in range(options.epochs) for b in _epoch(entries, options, epoch)]
     parameters = [p for p in task.module.parameters() if p.requires_grad]
@@ -75,8 +79,12 @@ def fit(
     tau = ""
     for step in range(first, len(batches)):
         rate = _schedule(step, len(batches), options.warmup)
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = task.loss([entry.load() for entry in batches[step]], step / len(batches))
+        loss = task.loss([entry.load() for entry in batches[step]], step / len(batches))
+        if not bool(loss.isfinite()):
+            raise SlipstreamError(
+                f"the loss of step {step + 1} is no number: try a lower --learning-rate, in "
+                f"another --out; {folder / _STATE} is of an earlier step"
+            )
         task.module.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, options.clip)
@@ -87,8 +95,7 @@ def fit(
         losses.append(loss.item())
         done, last = step + 1, step + 1 == len(batches)
         if last or done % options.evaluate_every == 0:
-            with torch.autocast(device.type, torch.bfloat16):
-                acceptance = task.held_out()
+            acceptance = task.held_out()
             spent = seconds + time.monotonic() - started
             log.add(done, spent, sum(losses) / len(losses), acceptance)
             tau = f", τ of a chain {1 + sum(acceptance):.2f}"
@@ -156,7 +163,7 @@ def _resume(folder: Path, module: nn.Module, optimizers: Sequence[Any]) -> tuple
     path = folder / _STATE
     if not path.is_file():
         return 0, 0.0
-    state = torch.load(path, weights_only=True)
+    state = torch.load(path, map_location="cpu", weights_only=True)
     module.load_state_dict(state["module"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)

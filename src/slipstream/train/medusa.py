@@ -37,7 +37,7 @@ def shape_of(
         vocab=target.config.vocab_size,
         draft_vocab=draft_vocab,
         shared=shared,
-        verifier=target.name,
+        verifier=target.public_name,
     )
 
 
@@ -127,7 +127,8 @@ def training_loss(module: MedusaModule, batch: Batch, l1: float) -> Tensor:
 
 
 def _logits(module: MedusaModule, head: int, hidden: Tensor) -> Tensor:
-    logits: Tensor = module.output(head)(module.state(head, hidden))
+    with torch.autocast(hidden.device.type, torch.bfloat16):
+        logits: Tensor = module.output(head)(module.state(head, hidden))
     return logits
 
 

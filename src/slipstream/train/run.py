@@ -3,6 +3,7 @@ killed run left them."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -59,14 +60,17 @@ def train(
 
     command: the user's, for the card.
     """
+    runtime = llm.model.runtime
     target = read_target(llm.model.name)
     if config.method == "eagle3" and not config.taps:
-        config = replace(config, taps=default_taps(llm.model.runtime.layers))
-    config.out.mkdir(parents=True, exist_ok=True)
+        config = replace(config, taps=default_taps(runtime.layers))
+    if not all(0 <= layer <= runtime.layers for layer in config.taps):
+        raise SlipstreamError(f"--taps {config.taps}: {target.name} has {runtime.layers} layers")
+    _begin(llm, config)
     conversations = _text(llm, config, bar)
     learnt, check = _features(llm, conversations, config, bar, notify)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.set_num_threads(physical_cores())  # the native runtime left one
+    device = runtime.embedding.device if hasattr(runtime, "embedding") else torch.device("cpu")
+    torch.set_num_threads(llm.runtime_config.threads or physical_cores())  # native left one
     torch.manual_seed(config.options.seed)
     ids = text.draft_vocabulary(conversations, config.draft_vocab)
     task = _TASKS[config.method](target, config, ids, check, device)
@@ -82,6 +86,24 @@ def train(
     card = write_card(target, task.describe(), len(ids), conversations, tau, command)
     (head / "README.md").write_text(card, encoding="utf-8")
     return {"head": str(head), "mean_tokens_per_step": tau}
+
+
+def _begin(llm: Any, config: TrainConfig) -> None:
+    """What a folder is made with is written into it; another run can't go on from it."""
+    of_model = {"model": llm.model.name} | {
+        key: getattr(llm.runtime_config, key) for key in ("runtime", "dtype", "quantization")
+    }
+    words = json.loads(json.dumps(of_model | config.as_dict()))
+    config.out.mkdir(parents=True, exist_ok=True)
+    path = config.out / "run.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else words
+    for key in words:
+        if before.get(key) != words[key]:
+            raise SlipstreamError(
+                f"{config.out} holds a run with {key} {before.get(key)!r}, not {words[key]!r}: "
+                "choose another --out"
+            )
+    path.write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
 
 
 def _text(llm: Any, config: TrainConfig, bar: Bar) -> list[Conversation]:
@@ -109,7 +131,7 @@ def _text(llm: Any, config: TrainConfig, bar: Bar) -> list[Conversation]:
                 report=lambda done: show(done, ""),
             )
     found = list(text.read(path))
-    if sum(len(c.answer) for c in found) < _LEAST_TOKENS:
+    if len(found) < 2 or sum(len(c.answer) for c in found) < _LEAST_TOKENS:
         raise SlipstreamError(
             f"{config.data}: fewer than {_LEAST_TOKENS} tokens of answers to learn from; nothing "
             "was trained"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.models.sources import resolve
+from slipstream.models.sources import DEFAULT_HUB_ID, DEFAULT_MODEL, resolve
 from slipstream.models.weights import Weights
 from slipstream.runtimes import native_layout as layout
 from slipstream.runtimes.native import read_config
@@ -29,6 +29,11 @@ class TargetParts:
     lm_head: Tensor
     norm: Tensor
     layer: dict[str, Tensor]
+
+    @property
+    def public_name(self) -> str:
+        """What others know it by."""
+        return DEFAULT_HUB_ID if self.name == DEFAULT_MODEL else self.name
 
     def normed(self, last: Tensor) -> Tensor:
         """[..., h] of the last layer → [..., h], what the LM head takes."""

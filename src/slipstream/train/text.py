@@ -9,6 +9,7 @@ also bring texts to work on: some of its earlier answers come back inside a task
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from collections import Counter
@@ -54,24 +55,24 @@ class Conversation:
 
 
 def read(path: Path) -> Iterator[Conversation]:
-    """Conversations of a file that ``append`` wrote; a last line cut short is left out."""
+    """Conversations of a file that ``append`` wrote."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith("\n"):
-                return
             try:
-                words = json.loads(line)
-                yield Conversation(**words)
+                yield Conversation(**json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
                 raise SlipstreamError(f"{path}, line {number}: no conversation ({error})") from None
 
 
 def append(path: Path, conversations: Sequence[Conversation]) -> None:
-    """Whole lines at the end of the file."""
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(c)) + "\n" for c in conversations)
+    """All of them at the end of the file, or none if this is interrupted."""
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    temporary = path.with_suffix(".part")
+    lines = "".join(json.dumps(asdict(c)) + "\n" for c in conversations)
+    temporary.write_text(before + lines, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def draft_vocabulary(conversations: Sequence[Conversation], size: int) -> list[int]:
@@ -83,6 +84,7 @@ def draft_vocabulary(conversations: Sequence[Conversation], size: int) -> list[i
 
 def opening(llm: Any) -> list[int]:
     """Token ids up to where a user's first words stand."""
+    llm.chat_tokens([{"role": "user", "content": _MARK}])  # says what is wrong with the template
     text = llm.tokenizer.apply_chat_template(
         [{"role": "user", "content": _MARK}], add_generation_prompt=True, tokenize=False
     )
@@ -126,16 +128,16 @@ def _worth_asking(text: str) -> bool:
 
 
 def answer(
-    llm: Any, questions: Sequence[Any], params: Sequence[SamplingParams], first: int = 0
+    llm: Any,
+    questions: Sequence[Messages],
+    params: Sequence[SamplingParams],
+    numbers: Sequence[int],
 ) -> list[Conversation]:
-    """The target's answers; questions that are too long for its context are left out.
-
-    first: number of the first question.
-    """
+    """The target's answers; questions that are too long for its context are left out."""
     room = llm.engine.config.max_model_len
     asked = [
         (number, llm.chat_tokens(messages), p)
-        for number, (messages, p) in enumerate(zip(questions, params, strict=True), first)
+        for number, messages, p in zip(numbers, questions, params, strict=True)
     ]
     asked = [(n, prompt, p) for n, prompt, p in asked if len(prompt) + (p.max_tokens or 0) <= room]
     prompts = [{"prompt_token_ids": prompt} for _, prompt, _ in asked]
@@ -159,24 +161,34 @@ def answer_all(
 ) -> None:
     """Answer a user's questions into the file, from the first that isn't answered there.
 
-    keep: where a conversation ends in an answer, learn that one instead of asking the target.
+    keep: where a conversation ends in an answer, learn that one instead of asking the target. What
+    is too long for the target's context is left out.
     """
+    for number, messages in enumerate(questions, 1):
+        try:
+            llm.chat_tokens(split_answer(messages)[0])
+        except SlipstreamError as error:
+            raise SlipstreamError(f"conversation {number} of the data: {error}") from error
     done = max((c.number + 1 for c in read(path)), default=0)
     report(done)
     for first in range(done, len(questions), round_size):
         part = [split_answer(messages) for messages in questions[first : first + round_size]]
-        if keep:
-            made = [_kept(llm, *pair, first + i) for i, pair in enumerate(part) if pair[1]]
-        else:
-            params = _params(range(first, first + len(part)), max_tokens, seed)
-            made = answer(llm, [messages for messages, _ in part], params, first)
-        append(path, made)
+        kept = [(i, m, text) for i, (m, text) in enumerate(part, first) if keep and text]
+        asked = [(i, m) for i, (m, text) in enumerate(part, first) if not (keep and text)]
+        numbers = [i for i, _ in asked]
+        params = _params(numbers, max_tokens, seed)
+        made = answer(llm, [messages for _, messages in asked], params, numbers)
+        append(path, made + _kept(llm, kept))
         report(min(first + round_size, len(questions)))
 
 
-def _kept(llm: Any, messages: Messages, given: str | None, number: int) -> Conversation:
-    ids = llm.tokenizer(given, add_special_tokens=False)["input_ids"]
-    return Conversation(prompt=llm.chat_tokens(messages), answer=list(ids), number=number)
+def _kept(llm: Any, given: Sequence[tuple[int, Messages, str]]) -> list[Conversation]:
+    found = []
+    for number, messages, text in given:
+        ids = list(llm.tokenizer(text, add_special_tokens=False)["input_ids"])
+        prompt = llm.chat_tokens(messages)
+        found.append(Conversation(prompt=prompt, answer=ids, number=number))
+    return [c for c in found if len(c) <= llm.engine.config.max_model_len]
 
 
 def _params(numbers: Sequence[int], max_tokens: int, seed: int) -> list[SamplingParams]:
@@ -213,7 +225,7 @@ def make(
         for messages in questions[::_TASK_SHARE] if there else ():
             messages[0]["content"] = with_text(messages[0]["content"], earlier, pick)
         params = _params(range(len(questions)), max_tokens, first)
-        made = answer(llm, questions, params, number)
+        made = answer(llm, questions, params, range(number, number + len(questions)))
         if not made:
             raise SlipstreamError("the model wrote no question of its own: give some with --data")
         append(path, made)
