@@ -66,6 +66,30 @@ def test_sampled_chains(plain: LLM, method: str) -> None:
     assert fast.engine.metrics.accepted > 0
 
 
+def test_a_bfloat16_target_on_torch() -> None:
+    plain = tiny_llm.llm(runtime="torch", dtype="bfloat16")
+    for options in (CHAIN, TREE, {**CHAIN, "draft_sample_method": "probabilistic"}):
+        fast = plain.with_speculation(config(**options))
+        texts(fast, temperature=1)
+        assert fast.engine.metrics.accepted > 0
+
+
+def test_drawn_chains_commit_what_is_known(plain: LLM) -> None:
+    """A prompt's rows run once, not again with every guess."""
+    fast = plain.with_speculation(config(**CHAIN, draft_sample_method="probabilistic"))
+    drafter = fast.engine.drafter
+    real, rows = drafter._head.step, []
+
+    def step(batch: Any, *args: Any) -> Any:
+        rows.append(len(batch[0].tokens))
+        return real(batch, *args)
+
+    drafter._head.step = step
+    fast.generate("the fox on the ice " * 20, SamplingParams(max_tokens=20, temperature=1, seed=1))
+    assert rows[0] > 100
+    assert max(rows[1:]) <= 2 * (CHAIN["num_speculative_tokens"] + 1)
+
+
 def test_penalties_and_truncation(plain: LLM) -> None:
     fast = plain.with_speculation(config(**TREE))
     params = {"temperature": 0.8, "top_k": 5, "repetition_penalty": 1.2}

@@ -61,6 +61,34 @@ def test_safeailab_checkpoints(tmp_path: Path, pickled: bool) -> None:
     assert again.config.hidden == CONFIG.hidden
 
 
+def test_layers_by_their_output(tmp_path: Path) -> None:
+    """SpecForge nests them, and names the layer that a feature comes out of."""
+    head = random_head(dataclasses.replace(CONFIG, taps=()))
+    folder = save_safeailab(tmp_path / "head", head)
+    words = json.loads((folder / "config.json").read_text())
+    words["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 14, 26]}
+    (folder / "config.json").write_text(json.dumps(words))
+    assert eagle3.read(folder, "head").config.taps == (2, 15, 27)
+
+
+def test_a_full_vocabulary_needs_no_maps(tmp_path: Path) -> None:
+    head = random_head(dataclasses.replace(CONFIG, draft_vocab=CONFIG.vocab))
+    tensors = {k: v for k, v in head.tensors.items() if k not in ("d2t", "t2d")}
+    folder = save_safeailab(tmp_path / "head", dataclasses.replace(head, tensors=tensors))
+    assert eagle3.read(folder, "head").target_ids.tolist() == list(range(CONFIG.vocab))
+
+
+def test_draft_tokens_that_are_padding_are_left_out() -> None:
+    head = random_head(seed=5)
+    ids = head.target_ids
+    size = int(ids[-2]) + 1
+    less = eagle3.within(head, size)
+    assert less.target_ids.tolist() == ids[:-1].tolist()
+    assert torch.equal(less.tensors["lm_head.weight"], head.tensors["lm_head.weight"][:-1])
+    assert less.config.shapes()["lm_head.weight"] == less.tensors["lm_head.weight"].shape
+    assert eagle3.within(head, CONFIG.vocab) is head
+
+
 @pytest.mark.parametrize(("layers", "taps"), [(30, (2, 15, 27)), (32, (2, 16, 29)), (2, (1, 1, 0))])
 def test_layers_tapped_by_default(layers: int, taps: tuple[int, ...]) -> None:
     assert eagle3.default_taps(layers) == taps

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny_eagle
+import tiny_llm
 import torch
 from models.tiny_heads import CONFIG
 from safetensors.torch import load_file
@@ -18,11 +19,14 @@ from train import unrolled
 from slipstream.errors import SlipstreamError
 from slipstream.models import eagle3, medusa
 from slipstream.models.eagle3_module import Eagle3Module
+from slipstream.runtimes.torch_head import eagle3_head
 from slipstream.train import eagle3 as recipe
-from slipstream.train import loop
+from slipstream.train import features, loop, text
 from slipstream.train.config import TrainConfig, TrainOptions
 from slipstream.train.questions import read_questions
+from slipstream.train.target import read_target
 from slipstream.train.unroll import unroll
+from slipstream.types import chain_rows
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -81,6 +85,93 @@ def test_a_run_that_was_killed_goes_on_to_the_same_head(
     assert steps == total + 1  # seven steps were not done again
     for name, tensor in weights(want).items():
         assert torch.equal(tensor, weights(settings.out / "head")[name]), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"learning_rate": 1e-3}, "learning_rate 0.002, not 0.001"),
+        ({"taps": (0, 1)}, r"taps \[0, 1, 2\], not \[0, 1\]"),
+        ({"data": "other"}, "a run with data"),
+    ],
+)
+def test_a_folder_goes_on_with_its_own_settings(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    """Weights and text of other settings would be taken for its own."""
+    out = tiny_eagle.trained()[0].parent
+    if "data" in change:
+        change = {"data": str(tiny_eagle.questions(tmp_path / "other.jsonl", 41))}
+    with pytest.raises(SlipstreamError, match=message):
+        tiny_eagle.run(tiny_eagle.config(out, **change))
+
+
+def test_a_loss_that_is_no_number_keeps_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = tiny_eagle.config(tmp_path / "nan")
+    object.__setattr__(settings.options, "save_minutes", 0.0)
+    real, steps = recipe.training_loss, 0
+
+    def loss(*args: Any) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        return real(*args) * (float("nan") if steps == 4 else 1.0)
+
+    monkeypatch.setattr(recipe, "training_loss", loss)
+    with pytest.raises(SlipstreamError, match="the loss of step 4 is no number"):
+        tiny_eagle.run(settings)
+    state = torch.load(settings.out / "state" / "state.pt", weights_only=True)
+    assert state["step"] == 3
+    assert all(bool(p.isfinite().all()) for p in state["module"].values())
+
+
+def test_layers_that_are_not_there_are_refused_before_work(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match="has 2 layers"):
+        tiny_eagle.run(tiny_eagle.config(tmp_path / "taps", taps=(0, 1, 9)))
+    assert not (tmp_path / "taps").exists()
+
+
+def test_which_position_learns_what(tmp_path: Path) -> None:
+    """Share of drafts that get to each position, against the head at work, row by row."""
+    folder, _ = tiny_eagle.trained()
+    weights, passes = eagle3.read(folder, "head"), 3
+    target = read_target(str(tiny_llm.target()))
+    shards = sorted((folder.parent / "features").glob("*.safetensors"))
+    conversations = list(text.read(folder.parent / "text.jsonl"))
+    entries = list(features.entries(conversations, weights.config.taps, folder.parent / "features"))
+    assert shards
+    example = max((e.load() for e in entries[:8]), key=len)
+    ids = weights.target_ids.tolist()
+    module = recipe.initial(target, weights.config, ids)
+    module.load_state_dict({k: v.float() for k, v in weights.tensors.items() if "2" not in k})
+    collate = recipe.Collate(target, ids, passes, torch.device("cpu"))
+    with torch.autocast("cpu", enabled=False):
+        batch = collate([example])
+        found = unroll(module, batch.tokens, batch.features, batch.counts, passes)
+    head = eagle3_head(weights, target.embedding)
+    hidden = head.fuse(example.features[:-1].float())
+    tokens = example.tokens[1:].tolist()
+    counted = batch.counts[0].nonzero()[:, 0].tolist()
+    for row in counted[:: max(1, len(counted) // 6)]:
+        for index, logits in enumerate(found):
+            # the last ``index`` tokens before are drafted: the head goes on from its own states
+            known = row + 1 - index
+            cache = head.new_cache(1, len(tokens))
+            slot = cache.allocate()
+            states = hidden[:known]
+            for drafted in range(index + 1):
+                rows = chain_rows(slot, tokens[: known + drafted], logit_rows=[known + drafted - 1])
+                output = head.step([rows], cache, states)
+                assert output.features is not None
+                states = torch.cat([states, output.features[-1:, 0]])
+            torch.testing.assert_close(
+                logits[counted.index(row)], output.logits[0], atol=2e-3, rtol=2e-3
+            )
+    normed = target.normed(example.last.float())
+    for row, probs in zip(counted, batch.probs, strict=True):
+        want = (target.lm_head @ normed[row + 1])[weights.target_ids].softmax(-1)
+        torch.testing.assert_close(probs, want, atol=1e-4, rtol=1e-3)
 
 
 def test_rows_of_a_later_pass_see_committed_rows_and_their_own_path() -> None:

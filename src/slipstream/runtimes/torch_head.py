@@ -40,7 +40,7 @@ def eagle3_head(weights: Eagle3Weights, embedding: Tensor) -> TorchHead:
     with torch.device("meta"):
         module = Eagle3Module(config, torch.empty(0))
     own = weights.tensors.get("embed_tokens.weight")
-    module.embedding = embedding if own is None else own.to(embedding)
+    module.embedding = embedding.detach() if own is None else own.to(embedding)
     fill(module, weights.tensors, embedding)
     return TorchHead(module, config, weights.target_ids, embedding)
 

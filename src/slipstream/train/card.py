@@ -31,8 +31,8 @@ def write_card(
 | --- | --- |
 {rows}
 
-A chain is of one guess a position; the tree is the default of its method. Acceptance by position
-while it was trained: log.csv, curves.png.
+A chain is of one guess a position; the tree holds paths that the head gives 5 % and more.
+Acceptance by position while it was trained: log.csv, curves.png.
 
     {command}
 """
