@@ -9,7 +9,7 @@ wrote the weather in the log, and watched the ships until midnight.
 .PHONY: demo test check check-native clean
 
 demo: $(READY)
-	$(BIN)/slipstream generate --compare --method ngram --max-tokens 96 "$(DEMO_PROMPT)"
+	$(BIN)/slipstream generate --compare --max-tokens 96 "$(DEMO_PROMPT)"
 
 test: check
 	$(BIN)/pytest -m model

@@ -11,7 +11,7 @@ import pytest
 import tiny_llm
 
 from slipstream.errors import SlipstreamError
-from slipstream.train import text
+from slipstream.train import asking, text
 from slipstream.train.text import Conversation
 
 
@@ -64,19 +64,22 @@ def test_a_killed_run_goes_on_to_the_same_text(
 def test_questions_are_the_models_own_and_some_bring_a_text(tmp_path: Path) -> None:
     found = make(tmp_path / "text.jsonl", 7000)
     llm = tiny_llm.llm()
-    opening = text.opening(llm)
+    opening = asking.opening(llm)
     assert all(list(c.prompt[: len(opening)]) == opening for c in found)
     prompts = [llm.tokenizer.decode(c.prompt) for c in found]
-    known = [task.split("{")[0] for task in text._TASKS if not task.startswith("{")]
-    assert any(words in prompt for prompt in prompts[4:] for words in known)
+    for patterns in (asking.ON_TEXTS, asking.ON_SUBJECTS):
+        known = [pattern.split("{")[0] for pattern in patterns if not pattern.startswith("{")]
+        assert any(words in prompt for prompt in prompts for words in known)
     assert len({tuple(c.answer) for c in found}) > len(found) / 2
 
 
 def test_every_task_is_filled_in() -> None:
     pick = random.Random(0)
-    filled = {text.with_text("Why?", ["One. Two!", "Three."], pick) for _ in range(300)}
-    assert len(filled) > len(text._TASKS)
-    assert not any("{" in words or "}" in words for words in filled)
+    texts = ["The lighthouse keeper slept. Two!", "Three."]
+    for pattern in (*asking.ON_TEXTS, *asking.ON_SUBJECTS):
+        filled = {asking.fill(pattern, "Why?", texts, pick) for _ in range(20)}
+        assert len(filled) > 1
+        assert not any("{" in words or "}" in words for words in filled)
 
 
 def answer_all(
@@ -137,4 +140,4 @@ def test_a_model_without_a_template_can_ask_nothing(tmp_path: Path) -> None:
     from slipstream import LLM
 
     with pytest.raises(SlipstreamError, match="has no chat template"):
-        text.opening(LLM(str(tiny_llm.without_template())))
+        asking.opening(LLM(str(tiny_llm.without_template())))

@@ -1,9 +1,7 @@
 """Text to train a head on: conversations whose answers are the target's own.
 
 A head learns what its target will say, so each answer is the target's, whoever asked. Questions
-come from a file, or from the target too: an instruct model goes on writing where its template opens
-the user's turn (Xu et al. 2024, "Magpie", arXiv 2406.08464). Such questions are short, and people
-also bring texts to work on: some of its earlier answers come back inside a task.
+come from a file, or are made here (``asking``).
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,25 +17,8 @@ from typing import Any
 
 from slipstream.config import SamplingParams
 from slipstream.errors import SlipstreamError
+from slipstream.train import asking
 from slipstream.train.questions import Messages, split_answer
-
-_MARK = "@@@slipstream@@@"
-_LONGEST_QUESTION = 512  # tokens
-_TASK_SHARE = 3  # one question of so many brings a text
-_TASKS = (
-    "Summarize: {text}",
-    "Summarize this text in a few sentences.\n\n{text}",
-    "{text}\n\nWhat are the main points of the text above?",
-    "Translate into {language}: {sentence}",
-    "Translate the following sentence from {language} to English: {sentence}",
-    "Answer the question with the help of the passage.\nPassage: {text}\nQuestion: {question}",
-    "Here are some notes.\n\n{text}\n\n{other}\n\nWith them, answer this: {question}",
-    "Rewrite in plain words:\n\n{text}",
-    "Correct any mistakes in this text and say what you changed:\n\n{text}",
-    "Continue this text: {sentence}",
-)
-_LANGUAGES = ("German", "French", "Spanish", "Italian", "Portuguese")
-_SAME_SHARE = 0.5  # of a question's words: one that says a few over and over teaches nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,56 +62,12 @@ def draft_vocabulary(conversations: Sequence[Conversation], size: int) -> list[i
     return sorted(common)
 
 
-def opening(llm: Any) -> list[int]:
-    """Token ids up to where a user's first words stand."""
-    llm.chat_tokens([{"role": "user", "content": _MARK}])  # says what is wrong with the template
-    text = llm.tokenizer.apply_chat_template(
-        [{"role": "user", "content": _MARK}], add_generation_prompt=True, tokenize=False
-    )
-    return list(llm.tokenizer(text.split(_MARK)[0], add_special_tokens=False)["input_ids"])
-
-
-def own_questions(llm: Any, count: int, seed: int) -> list[list[dict[str, str]]]:
-    """Conversations of one question each, sampled from the target's empty user turn.
-
-    Fewer than ``count`` where what it wrote is empty, cut off or says one thing over and over.
-    """
-    head = {"prompt_token_ids": opening(llm)}
-    params = [
-        SamplingParams(temperature=1.0, max_tokens=_LONGEST_QUESTION, seed=seed + i)
-        for i in range(count)
-    ]
-    runs = llm.generate([head] * count, params)
-    return [
-        [{"role": "user", "content": run.outputs[0].text.strip()}]
-        for run in runs
-        if run.outputs[0].finish_reason == "stop" and _worth_asking(run.outputs[0].text)
-    ]
-
-
-def with_text(question: str, texts: Sequence[str], pick: random.Random) -> str:
-    """A task on some of the texts, which may be to answer the question."""
-    text, other = pick.choice(texts).strip(), pick.choice(texts).strip()
-    words = {
-        "question": question,
-        "text": text,
-        "other": other,
-        "sentence": pick.choice(re.split(r"(?<=[.!?])\s+", text)),
-        "language": pick.choice(_LANGUAGES),
-    }
-    return pick.choice(_TASKS).format(**words)
-
-
-def _worth_asking(text: str) -> bool:
-    words = text.split()
-    return len(words) >= 3 and len(set(words)) >= _SAME_SHARE * min(len(words), 50)
-
-
 def answer(
     llm: Any,
     questions: Sequence[Messages],
     params: Sequence[SamplingParams],
     numbers: Sequence[int],
+    on_finish: Callable[[Any], None] | None = None,
 ) -> list[Conversation]:
     """The target's answers; questions that are too long for its context are left out."""
     room = llm.engine.config.max_model_len
@@ -141,7 +77,8 @@ def answer(
     ]
     asked = [(n, prompt, p) for n, prompt, p in asked if len(prompt) + (p.max_tokens or 0) <= room]
     prompts = [{"prompt_token_ids": prompt} for _, prompt, _ in asked]
-    runs = llm.generate(prompts, [p for _, _, p in asked]) if prompts else []
+    params = [p for _, _, p in asked]
+    runs = llm.generate(prompts, params, on_finish=on_finish) if prompts else []
     return [
         Conversation(prompt=prompt, answer=list(run.outputs[0].token_ids), number=number)
         for (number, prompt, _), run in zip(asked, runs, strict=True)
@@ -207,7 +144,7 @@ def make(
     max_tokens: int,
     seed: int,
     report: Callable[[int], None],
-    round_size: int = 64,
+    round_size: int = 256,
 ) -> None:
     """Let the target ask and answer until the file holds ``tokens`` tokens; goes on where it was.
 
@@ -218,14 +155,18 @@ def make(
     report(done)
     while done < tokens:
         first = seed + (number << 20)
-        questions = own_questions(llm, round_size, first)
         pick = random.Random(first)
         some = pick.sample(there, min(len(there), round_size))
         earlier = [llm.tokenizer.decode(c.answer, skip_special_tokens=True) for c in some]
-        for messages in questions[::_TASK_SHARE] if there else ():
-            messages[0]["content"] = with_text(messages[0]["content"], earlier, pick)
+        questions = asking.questions(llm, round_size, first, earlier)
         params = _params(range(len(questions)), max_tokens, first)
-        made = answer(llm, questions, params, range(number, number + len(questions)))
+        numbers, ready = range(number, number + len(questions)), [done]
+
+        def finished(run: Any, ready: list[int] = ready) -> None:
+            ready[0] += len(run.prompt_token_ids) + len(run.outputs[0].token_ids)
+            report(ready[0])
+
+        made = answer(llm, questions, params, numbers, finished)
         if not made:
             raise SlipstreamError("the model wrote no question of its own: give some with --data")
         append(path, made)
