@@ -9,10 +9,20 @@ from typing import Any
 
 import pytest
 import tiny_llm
+import torch
+from safetensors.torch import load_file
 
 from slipstream.errors import SlipstreamError
-from slipstream.train import asking, text
+from slipstream.train import asking, features, text
+from slipstream.train.recorder import Reader, Recorder, recording
+from slipstream.train.target import read_target
 from slipstream.train.text import Conversation
+
+
+@pytest.fixture(autouse=True)
+def long_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model seldom comes to an end."""
+    monkeypatch.setattr(asking, "_LONGEST", 512)
 
 
 class Killed(BaseException):
@@ -43,18 +53,18 @@ def test_a_killed_run_goes_on_to_the_same_text(
 
     real = text.answer
 
-    def answer(*args: Any) -> list[Conversation]:
-        nonlocal rounds
-        rounds += 1
-        if rounds == 2:  # while its round is written
-            monkeypatch.setattr(text.os, "replace", replace)
-        return real(*args)
-
     with monkeypatch.context() as patch:
+
+        def answer(*args: Any) -> list[Conversation]:
+            nonlocal rounds
+            rounds += 1
+            if rounds == 2:  # while its round is written
+                patch.setattr(text.os, "replace", replace)
+            return real(*args)
+
         patch.setattr(text, "answer", answer)
         with pytest.raises(Killed):
             make(tmp_path / "killed.jsonl")
-    monkeypatch.undo()
     before = list(text.read(tmp_path / "killed.jsonl"))
     assert before == want[: len(before)]
     assert 0 < len(before) < len(want)
@@ -71,6 +81,37 @@ def test_questions_are_the_models_own_and_some_bring_a_text(tmp_path: Path) -> N
         known = [pattern.split("{")[0] for pattern in patterns if not pattern.startswith("{")]
         assert any(words in prompt for prompt in prompts for words in known)
     assert len({tuple(c.answer) for c in found}) > len(found) / 2
+
+
+def test_features_are_recorded_as_the_answers_are_written(tmp_path: Path) -> None:
+    """The same shards as computed from the text alone."""
+    llm, taps = tiny_llm.llm(), (0, 1)
+    target = read_target(str(tiny_llm.target()))
+    recorder, reader = Recorder(taps, llm.model.runtime.layers), Reader(target)
+
+    def example(conversation: Conversation) -> features.Example | None:
+        rows = recorder.take(conversation)
+        return None if rows is None else reader.example(conversation, rows)
+
+    text.make(
+        llm,
+        tmp_path / "text.jsonl",
+        tokens=16_000,
+        max_tokens=24,
+        seed=5,
+        report=lambda _: None,
+        answerer=recording(llm, recorder),
+        on_round=lambda made: features.keep(made, taps, tmp_path / "kept", example),
+        round_size=48,
+    )
+    conversations = list(text.read(tmp_path / "text.jsonl"))
+    list(features.compute(llm, conversations, taps, tmp_path / "computed"))
+    kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    assert 0 < len(kept) == len(conversations) // 32
+    for name in kept:
+        have, want = (load_file(tmp_path / folder / name) for folder in ("kept", "computed"))
+        for key in want:
+            assert torch.equal(have[key], want[key]), key
 
 
 def test_every_task_is_filled_in() -> None:
@@ -108,10 +149,10 @@ def test_answers_that_are_kept_and_those_that_are_not_there(tmp_path: Path) -> N
     llm = tiny_llm.llm()
     kept = {c.number: c for c in answer_all(tmp_path / "kept.jsonl", questions, keep=True)}
     assert [llm.tokenizer.decode(kept[n].answer) for n in (0, 2)] == ["ran", "to ink"]
-    assert len(kept[1].answer) == 12  # the target's
+    assert len(kept[1].answer) == 11  # 12 without the last, the target's
     again = answer_all(tmp_path / "own.jsonl", questions)
     assert [c.number for c in again] == [0, 1, 2]
-    assert all(len(c.answer) == 12 for c in again)
+    assert all(len(c.answer) == 11 for c in again)
 
 
 def test_what_is_too_long_is_left_out(tmp_path: Path) -> None:

@@ -83,10 +83,12 @@ def questions(llm: Any, count: int, seed: int, earlier: Sequence[str]) -> list[M
     """About ``count``, in an order that the seed decides. earlier: texts; without any, all
     questions are the model's own."""
     pick = random.Random(seed)
-    own = own_questions(llm, count // 3 if earlier else count, seed)
-    made = list(own)
-    for patterns in (ON_TEXTS, ON_SUBJECTS) if own and earlier else ():
-        made += [fill(pick.choice(patterns), pick.choice(own), earlier, pick) for _ in own]
+    third = count // 3
+    made = own_questions(llm, third if earlier else count, seed)
+    own = made or ["What is this about?"]
+    for patterns in (ON_TEXTS, ON_SUBJECTS) if earlier else ():
+        chosen = [(pick.choice(patterns), pick.choice(own)) for _ in range(third)]
+        made = made + [fill(*pair, earlier, pick) for pair in chosen]
     pick.shuffle(made)
     return [[{"role": "user", "content": words}] for words in made]
 

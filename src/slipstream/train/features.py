@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ def _example(llm: Any, conversation: Conversation, taps: Sequence[int]) -> Examp
         rows = chain_rows(slot, part, logit_rows=wanted)
         output = runtime.step([rows], cache, [*taps, runtime.layers])
         cache.commit(output, [slot], [range(len(part))])
-        features.append(output.features.clamp(-_LARGEST, _LARGEST).half().cpu())
+        features.append(narrow(output.features))
         best.append(output.logits.argmax(-1).cpu())
     both = torch.cat(features)
     return Example(
@@ -153,6 +153,26 @@ def _example(llm: Any, conversation: Conversation, taps: Sequence[int]) -> Examp
         last=both[:, -1],
         best=torch.cat(best).int(),
     )
+
+
+def narrow(features: Tensor) -> Tensor:
+    """As they are kept: a copy in float16 on the CPU."""
+    return features.clamp(-_LARGEST, _LARGEST).half().cpu()
+
+
+def keep(
+    conversations: Sequence[Conversation],
+    taps: Sequence[int],
+    folder: Path,
+    example: Callable[[Conversation], Example | None],
+) -> None:
+    """Write the shards that are missing and whose examples are all there already."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, group in _named(folder, list(_groups(conversations)), taps):
+        if len(group) == _SHARD and not path.is_file():
+            found = [example(c) for c in group]
+            if all(found):
+                _write(path, [e for e in found if e])
 
 
 def _write(path: Path, examples: Sequence[Example]) -> None:

@@ -22,7 +22,8 @@ from slipstream.train.card import draw, write_card
 from slipstream.train.config import SELF, TrainConfig
 from slipstream.train.features import Entry
 from slipstream.train.questions import read_questions
-from slipstream.train.target import read_target
+from slipstream.train.recorder import Reader, Recorder, recording
+from slipstream.train.target import TargetParts, read_target
 from slipstream.train.text import Conversation
 
 _HELD_OUT = 64  # conversations, or a tenth where there are few
@@ -68,7 +69,7 @@ def train(
     if not all(0 <= layer <= runtime.layers for layer in config.taps):
         raise SlipstreamError(f"--taps {config.taps}: {target.name} has {runtime.layers} layers")
     _begin(llm, config)
-    conversations = _text(llm, config, bar)
+    conversations = _text(llm, target, config, bar)
     learnt, check = _features(llm, conversations, config, bar, notify)
     device = runtime.embedding.device if hasattr(runtime, "embedding") else torch.device("cpu")
     torch.set_num_threads(llm.runtime_config.threads or physical_cores())  # native left one
@@ -107,13 +108,24 @@ def _begin(llm: Any, config: TrainConfig) -> None:
     path.write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
 
 
-def _text(llm: Any, config: TrainConfig, bar: Bar) -> list[Conversation]:
+def _text(llm: Any, target: TargetParts, config: TrainConfig, bar: Bar) -> list[Conversation]:
     path = config.out / "text.jsonl"
     if config.data == SELF:
+        recorder, reader = Recorder(config.taps, llm.model.runtime.layers), Reader(target)
+
+        def example(conversation: Conversation) -> features.Example | None:
+            rows = recorder.take(conversation)
+            return None if rows is None else reader.example(conversation, rows)
+
+        def keep(made: Sequence[Conversation]) -> None:
+            features.keep(made, config.taps, config.out / "features", example)
+
         with bar("text of the model's own", config.tokens) as show:
             text.make(
                 llm,
                 path,
+                answerer=recording(llm, recorder),
+                on_round=keep,
                 tokens=config.tokens,
                 max_tokens=config.max_answer,
                 seed=config.options.seed,

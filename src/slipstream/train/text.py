@@ -79,8 +79,9 @@ def answer(
     prompts = [{"prompt_token_ids": prompt} for _, prompt, _ in asked]
     params = [p for _, _, p in asked]
     runs = llm.generate(prompts, params, on_finish=on_finish) if prompts else []
+    # without the last token, which no step has read: the rows before it learn to guess it
     return [
-        Conversation(prompt=prompt, answer=list(run.outputs[0].token_ids), number=number)
+        Conversation(prompt=prompt, answer=list(run.outputs[0].token_ids[:-1]), number=number)
         for (number, prompt, _), run in zip(asked, runs, strict=True)
     ]
 
@@ -144,11 +145,14 @@ def make(
     max_tokens: int,
     seed: int,
     report: Callable[[int], None],
+    answerer: Any = None,
+    on_round: Callable[[Sequence[Conversation]], None] = lambda _: None,
     round_size: int = 256,
 ) -> None:
     """Let the target ask and answer until the file holds ``tokens`` tokens; goes on where it was.
 
-    report: is told the tokens so far.
+    report: is told the tokens so far. answerer: the same model where what answers is recorded.
+    on_round: is shown all conversations, again and again.
     """
     there = list(read(path))
     done, number = sum(map(len, there)), len(there)
@@ -166,10 +170,11 @@ def make(
             ready[0] += len(run.prompt_token_ids) + len(run.outputs[0].token_ids)
             report(ready[0])
 
-        made = answer(llm, questions, params, numbers, finished)
+        made = answer(answerer or llm, questions, params, numbers, finished)
         if not made:
             raise SlipstreamError("the model wrote no question of its own: give some with --data")
         append(path, made)
         there += made
+        on_round(there)
         done, number = done + sum(map(len, made)), number + len(made)
         report(done)
