@@ -102,6 +102,7 @@ def test_penalties_and_truncation(plain: LLM) -> None:
         ({"target_hidden": 96, "hidden": 96}, "its hidden size is 96"),
         ({"vocab": 300}, "its vocabulary is 300"),
         ({"taps": (0, 1, 9)}, "it looks at layer 9"),
+        ({"hidden": 96}, "it needs embed_tokens.weight"),
     ],
 )
 def test_a_head_of_another_target_is_refused(
