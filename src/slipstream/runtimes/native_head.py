@@ -31,8 +31,8 @@ class NativeHead:
     """A packed head beside its target, on the target's threads.
 
     quantization: of the head's matrices; one whose rows are no multiple of 32 stays float32. The
-    embedding is the target's own, as packed there, unless the checkpoint brings one. Raises
-    SlipstreamError if the head is for a target of other sizes.
+    embedding is the target's own, as packed there, unless the checkpoint brings one. That the head
+    fits its target is checked before (``drafters/belongs.py``).
 
     features: F·h of the target, what ``fuse`` takes. target_ids: [d].
     """
