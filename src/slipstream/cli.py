@@ -195,7 +195,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         "--methods",
         type=words,
         metavar="LIST",
-        help="beside plain decoding",
+        help="beside plain decoding (default: ngram, and a built-in head)",
     )
     group.add_argument("--draft-model", "--speculative-model", dest="draft_model")
     group.add_argument("--num-speculative-tokens", type=int, metavar="K", help="of --methods")

@@ -61,13 +61,16 @@ class EagleDrafter:
         self.taps = tuple(taps)
         self._head = head
         self._drawn = config.draft_sample_method == "probabilistic"
-        self._shape = TreeShape(
-            depth=config.num_speculative_tokens,
-            width=config.tree_width,
-            nodes=config.tree_nodes,
-            floor=floor_of(config.path_floor, target.runtime),
-            fixed=None if config.tree is None else read_tree(config.tree),
-        )
+        depth = config.num_speculative_tokens
+        if config.tree is not None:
+            self._shape = TreeShape(depth=depth, fixed=read_tree(config.tree))
+        else:
+            self._shape = TreeShape(
+                depth=depth,
+                width=config.tree_width,
+                nodes=config.tree_nodes,
+                floor=floor_of(config.path_floor, target.runtime),
+            )
         self._target_ids = target_ids
         self._vocab_size = target.vocab_size
         self._cache = head.new_cache(target.max_num_seqs, target.max_model_len)

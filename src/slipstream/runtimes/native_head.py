@@ -46,7 +46,6 @@ class NativeHead:
         self.hidden_size = config.hidden
         self.draft_vocab = config.draft_vocab
         self.features = config.features
-        self.max_length = config.max_length
         self.target_ids = weights.target_ids
         self._narrow = target.narrow
         pack = _Packer(weights, _FORMATS[quantization])

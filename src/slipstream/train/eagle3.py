@@ -22,7 +22,7 @@ from slipstream.models.eagle3 import Eagle3Config, Eagle3Weights, vocabulary_map
 from slipstream.models.eagle3_module import Eagle3Module
 from slipstream.train.config import LOSSES, TrainConfig
 from slipstream.train.features import Example
-from slipstream.train.target import TargetParts
+from slipstream.train.target import DraftVocabulary, TargetParts
 from slipstream.train.unroll import unroll
 
 _DECAY = 0.8  # weight of each further pass
@@ -105,14 +105,8 @@ class Collate:
     def __init__(
         self, target: TargetParts, ids: Sequence[int], passes: int, device: torch.device
     ) -> None:
-        self.ids = ids
-        self._target = target
+        self.vocabulary = DraftVocabulary(target, ids, device)
         self._passes = passes
-        self._device = device
-        used = torch.tensor(ids)
-        self._rows = target.lm_head[used].to(device)
-        self._draft_id = torch.full((target.config.vocab_size,), -1)
-        self._draft_id[used] = torch.arange(len(used))
 
     def __call__(self, examples: Sequence[Example]) -> Batch:
         """Row s holds token s + 1 beside the features of s; it guesses token s + 2."""
@@ -122,15 +116,14 @@ class Collate:
         best = pad_sequence([e.best[1:].long() for e in examples], True, -1)
         best[:, : self._passes - 1] = -1  # the last pass has nothing to go on from there
         answers = best >= 0
-        guess = torch.where(answers, self._draft_id[best], -1)
-        counts = guess >= 0
-        logits = self._target.normed(last[counts]).to(self._device) @ self._rows.T
+        guess = torch.where(answers, self.vocabulary.draft_ids(best), -1)
+        counts, device = guess >= 0, self.vocabulary.device
         return Batch(
-            tokens=tokens.to(self._device),
-            features=features.to(self._device).float(),
-            counts=counts.to(self._device),
-            probs=logits.softmax(-1),
-            best=guess[counts].to(self._device),
+            tokens=tokens.to(device),
+            features=features.to(device).float(),
+            counts=counts.to(device),
+            probs=self.vocabulary.probs(last[counts]),
+            best=guess[counts].to(device),
             missed=int(answers.sum() - counts.sum()),
         )
 
@@ -190,8 +183,7 @@ class Eagle3Task:
         passes: int,
         l1: float,
     ) -> None:
-        self.module: nn.Module = module
-        self._module = module
+        self.module = module
         self._collate = collate
         self._check = check
         self._passes, self._l1 = passes, l1
@@ -199,22 +191,22 @@ class Eagle3Task:
     def loss(self, examples: Sequence[Example], done: float) -> Tensor:
         """The further passes cost about what the first does, and build on it: they come later."""
         passes = 1 if done < _FIRST_ALONE else self._passes
-        return training_loss(self._module, self._collate(examples), passes, self._l1)
+        return training_loss(self.module, self._collate(examples), passes, self._l1)
 
     def held_out(self) -> list[float]:
         batches = [self._collate(examples) for examples in self._check]
-        return held_out(self._module, batches, self._passes)
+        return held_out(self.module, batches, self._passes)
 
     @property
     def outputs(self) -> Sequence[nn.Module]:
-        return [self._module.lm_head]
+        return [self.module.lm_head]
 
     def write(self, folder: Path) -> None:
-        head = weights_of(self._module, self._collate.ids, torch.float16)
+        head = weights_of(self.module, self._collate.vocabulary.ids, torch.float16)
         checkpoint.write(folder, head, speculative_tokens=self._passes)
 
     def describe(self) -> str:
-        taps = ", ".join(map(str, self._module.config.taps))
+        taps = ", ".join(map(str, self.module.config.taps))
         return f"EAGLE-3 head. Looks at the input of layers {taps}"
 
 

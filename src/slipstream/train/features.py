@@ -122,11 +122,15 @@ def _groups(conversations: Sequence[Conversation]) -> Iterator[Sequence[Conversa
 def _named(
     folder: Path, groups: Sequence[Sequence[Conversation]], taps: Sequence[int]
 ) -> Iterator[tuple[Path, Sequence[Conversation]]]:
-    """A shard's name tells its content: other text or other layers are other files."""
     for number, group in enumerate(groups):
-        content = json.dumps([list(taps), [[*c.prompt, *c.answer] for c in group]])
-        digest = hashlib.sha256(content.encode()).hexdigest()[:16]
-        yield folder / f"{number:05d}-{digest}.safetensors", group
+        yield _path(folder, number, group, taps), group
+
+
+def _path(folder: Path, number: int, group: Sequence[Conversation], taps: Sequence[int]) -> Path:
+    """A shard's name tells its content: other text or other layers are other files."""
+    content = json.dumps([list(taps), [[*c.prompt, *c.answer] for c in group]])
+    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+    return folder / f"{number:05d}-{digest}.safetensors"
 
 
 @torch.inference_mode()
@@ -166,13 +170,16 @@ def keep(
     folder: Path,
     example: Callable[[Conversation], Example | None],
 ) -> None:
-    """Write the shards that are missing and whose examples are all there already."""
+    """Write the whole shards after the last one that is there, if their examples are."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path, group in _named(folder, list(_groups(conversations)), taps):
-        if len(group) == _SHARD and not path.is_file():
-            found = [example(c) for c in group]
-            if all(found):
-                _write(path, [e for e in found if e])
+    for number in reversed(range(len(conversations) // _SHARD)):
+        group = conversations[number * _SHARD : (number + 1) * _SHARD]
+        path = _path(folder, number, group, taps)
+        if path.is_file():
+            return
+        found = [example(c) for c in group]
+        if all(found):
+            _write(path, [e for e in found if e])
 
 
 def _write(path: Path, examples: Sequence[Example]) -> None:

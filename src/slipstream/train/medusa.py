@@ -22,7 +22,7 @@ from slipstream.models.medusa_module import MedusaModule
 from slipstream.train.config import LOSSES, TrainConfig
 from slipstream.train.eagle3 import loss_of
 from slipstream.train.features import Example
-from slipstream.train.target import TargetParts
+from slipstream.train.target import DraftVocabulary, TargetParts
 
 _DECAY = 0.8  # weight of each further head
 
@@ -90,25 +90,18 @@ class Collate:
     """Examples → ``Batch``; ids: of the draft vocabulary, ascending."""
 
     def __init__(self, target: TargetParts, ids: Sequence[int], device: torch.device) -> None:
-        self.ids = ids
-        self._target = target
-        self._device = device
-        used = torch.tensor(ids)
-        self._rows = target.lm_head[used].to(device)
-        self._draft_id = torch.full((target.config.vocab_size,), -1)
-        self._draft_id[used] = torch.arange(len(used))
+        self.vocabulary = DraftVocabulary(target, ids, device)
 
     def __call__(self, examples: Sequence[Example]) -> Batch:
         before = torch.cat([e.last[e.start - 1 : -1].float() for e in examples])
         after = torch.cat([e.last[e.start :].float() for e in examples])
         best = torch.cat([e.best[e.start :] for e in examples]).long()
         left = torch.cat([torch.arange(len(e) - e.start, 0, -1) for e in examples])
-        logits = self._target.normed(after).to(self._device) @ self._rows.T
         return Batch(
-            hidden=self._target.normed(before).to(self._device),
-            probs=logits.softmax(-1),
-            best=self._draft_id[best].to(self._device),
-            left=left.to(self._device),
+            hidden=self.vocabulary.normed(before),
+            probs=self.vocabulary.probs(after),
+            best=self.vocabulary.draft_ids(best).to(self.vocabulary.device),
+            left=left.to(self.vocabulary.device),
         )
 
 
@@ -163,28 +156,29 @@ class MedusaTask:
         *,
         l1: float = 0.0,
     ) -> None:
-        self.module: nn.Module = module
-        self._heads = module
+        self.module = module
         self._collate = collate
         self._check = check
         self._l1 = l1
 
     def loss(self, examples: Sequence[Example], done: float) -> Tensor:
-        return training_loss(self._heads, self._collate(examples), self._l1)
+        return training_loss(self.module, self._collate(examples), self._l1)
 
     def held_out(self) -> list[float]:
-        return held_out(self._heads, [self._collate(examples) for examples in self._check])
+        return held_out(self.module, [self._collate(examples) for examples in self._check])
 
     @property
     def outputs(self) -> Sequence[nn.Module]:
-        heads = 1 if self._heads.shape.shared else self._heads.shape.heads
-        return [self._heads.output(head) for head in range(heads)]
+        heads = 1 if self.module.shape.shared else self.module.shape.heads
+        return [self.module.output(head) for head in range(heads)]
 
     def write(self, folder: Path) -> None:
-        checkpoint.write(folder, weights_of(self._heads, self._collate.ids, torch.float16))
+        checkpoint.write(
+            folder, weights_of(self.module, self._collate.vocabulary.ids, torch.float16)
+        )
 
     def describe(self) -> str:
-        shape = self._heads.shape
+        shape = self.module.shape
         return f"{shape.heads} Medusa heads, residual blocks in each: {shape.layers}"
 
 

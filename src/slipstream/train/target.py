@@ -5,6 +5,7 @@ Shapes: h hidden · V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,33 @@ class TargetParts:
         last = last.float()
         scale = torch.rsqrt(last.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps)
         return last * scale * self.norm
+
+
+class DraftVocabulary:
+    """What the target says in the tokens that a head can say; ids: the target's, ascending.
+
+    Shapes: d draft vocabulary.
+    """
+
+    def __init__(self, target: TargetParts, ids: Sequence[int], device: torch.device) -> None:
+        self.ids, self.device = ids, device
+        self._target = target
+        used = torch.tensor(ids)
+        self._rows = target.lm_head[used].to(device)
+        self._draft_id = torch.full((target.config.vocab_size,), -1)
+        self._draft_id[used] = torch.arange(len(used))
+
+    def normed(self, last: Tensor) -> Tensor:
+        """``TargetParts.normed``, on the device."""
+        return self._target.normed(last).to(self.device)
+
+    def probs(self, last: Tensor) -> Tensor:
+        """[N, h] of the last layer → [N, d], the target's distribution there."""
+        return (self.normed(last) @ self._rows.T).softmax(-1)
+
+    def draft_ids(self, tokens: Tensor) -> Tensor:
+        """Of target ids from 0 up; -1 for what can't be said."""
+        return self._draft_id[tokens]
 
 
 def read_target(name: str) -> TargetParts:
