@@ -118,7 +118,9 @@ def test_every_task_is_filled_in() -> None:
     pick = random.Random(0)
     texts = ["The lighthouse keeper slept. Two!", "Three."]
     for pattern in (*asking.ON_TEXTS, *asking.ON_SUBJECTS):
-        filled = {asking.fill(pattern, "Why?", texts, pick) for _ in range(20)}
+        filled = {
+            asking.fill(pattern, "Why?", ("German", f"Ja {n}."), texts, pick) for n in range(20)
+        }
         assert len(filled) > 1
         assert not any("{" in words or "}" in words for words in filled)
 

@@ -1,9 +1,10 @@
 """Questions for a model to answer, made without any text but its own and our few words.
 
-A third is the model's: an instruct model goes on writing where its template opens the user's turn
-(Xu et al. 2024, "Magpie", arXiv 2406.08464). Such questions are much alike and short. A third are
-tasks on texts, its own earlier answers; a third ask in many ways for many things about what those
-answers mention.
+A third the model writes: an instruct model goes on where its template opens the user's turn (Xu et
+al. 2024, "Magpie", arXiv 2406.08464). Left alone it asks much the same again and again, so most of
+these turns are begun for it, with a word of its vocabulary or a few of ours. A third are tasks on
+texts, a third ask in many ways for many things that texts mention. The texts are its earlier
+answers, and documents that it writes outside of any conversation from a random word on.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from slipstream.config import SamplingParams
@@ -18,14 +21,47 @@ from slipstream.train.questions import Messages
 
 _MARK = "@@@slipstream@@@"
 _LONGEST = 200  # tokens of a question; one that goes on is thrown away
+_DOCUMENT = 240  # tokens of a document
+_SENTENCE = 60  # tokens of one in another language
 _SAME_SHARE = 0.5  # of a question's words: one that says a few over and over teaches nothing
+_STYLES = ((1.0, 1.0), (0.8, 0.95))  # temperature and top-p of what the model writes here
 
+OPENINGS = (
+    "who was the first",
+    "who wrote",
+    "what is the name of",
+    "what does the word",
+    "when did the",
+    "where is",
+    "how many",
+    "which of the",
+    "why do",
+    "{name} has {few}",
+    "{name} buys {some}",
+    "A {role} earns",
+    "If a train",
+    "There are {many}",
+    "A shop sells",
+    "How much",
+    "Write a",
+    "Imagine",
+    "Compare the",
+    "Explain",
+)
+FOREIGN = {
+    "German": ("Die Stadt", "Der Mann", "Es ist", "Das neue", "Wir haben", "In den"),
+    "French": ("La ville", "Le gouvernement", "Il est", "Nous avons", "Dans les"),
+    "Spanish": ("La ciudad", "El hombre", "Es una", "Los nuevos", "En el"),
+    "Italian": ("La storia", "Il primo", "Nella"),
+    "Portuguese": ("A cidade", "O homem", "Em uma"),
+}
 ON_TEXTS = (
     "Summarize: {text}",
     "Summarize this text in a few sentences.\n\n{text}",
     "{text}\n\nWhat are the main points of the text above?",
     "Translate into {language}: {sentence}",
-    "Translate this from {language} into English: {sentence}",
+    "Translate this from {language} into English: {foreign}",
+    "What does this mean in English? {foreign}",
     "Answer the question with the help of the passage.\nPassage: {text}\nQuestion: {question}",
     "Here are some notes.\n\n{text}\n\n{other}\n\nWith them, answer this: {question}",
     "Rewrite in plain words:\n\n{text}",
@@ -72,23 +108,39 @@ ON_SUBJECTS = (
     "Name {few} books or films about {subject} and say what each is about.",
 )
 _WORDS: dict[str, Sequence[str]] = {
-    "language": ("German", "French", "Spanish", "Italian", "Portuguese"),
     "role": ("teacher", "doctor", "gardener", "pirate", "farmer", "detective", "chef", "scientist"),
     "name": ("Maria", "Tom", "Aisha", "Kenji", "Olga"),
     "friend": ("Ben", "Lucia", "Ravi", "Nora", "Sam"),
 }
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """What the model goes on with: after token ids (none: outside of any conversation) words."""
+
+    ids: Sequence[int]
+    words: str
+    longest: int  # tokens of what it writes
+
+
 def questions(llm: Any, count: int, seed: int, earlier: Sequence[str]) -> list[Messages]:
-    """About ``count``, in an order that the seed decides. earlier: texts; without any, all
-    questions are the model's own."""
-    pick = random.Random(seed)
-    third = count // 3
-    made = own_questions(llm, third if earlier else count, seed)
+    """About ``count``, in an order that the seed decides. earlier: answers to earlier ones."""
+    pick, third = random.Random(seed), count // 3
+    turns = _turns(llm, third, pick)
+    documents = [_Begun((), pick.choice(_words(llm)), _DOCUMENT) for _ in range(count // 8 + 1)]
+    languages = [pick.choice(list(FOREIGN)) for _ in range(count // 32 + 1)]
+    sentences = [_Begun((), pick.choice(FOREIGN[name]), _SENTENCE) for name in languages]
+    found = iter(_written(llm, [*turns, *documents, *sentences], pick))
+    made = [text for text, ended in islice(found, third) if ended and _worth_asking(text)]
+    texts = [text for text, _ in islice(found, len(documents))] + list(earlier)
+    foreign = [
+        (name, _sentences(text)[0]) for name, (text, _) in zip(languages, found, strict=True)
+    ]
     own = made or ["What is this about?"]
-    for patterns in (ON_TEXTS, ON_SUBJECTS) if earlier else ():
-        chosen = [(pick.choice(patterns), pick.choice(own)) for _ in range(third)]
-        made = made + [fill(*pair, earlier, pick) for pair in chosen]
+    for patterns in (ON_TEXTS, ON_SUBJECTS):
+        for _ in range(third):
+            question, sentence = pick.choice(own), pick.choice(foreign)
+            made.append(fill(pick.choice(patterns), question, sentence, texts, pick))
     pick.shuffle(made)
     return [[{"role": "user", "content": words}] for words in made]
 
@@ -102,37 +154,71 @@ def opening(llm: Any) -> list[int]:
     return list(llm.tokenizer(text.split(_MARK)[0], add_special_tokens=False)["input_ids"])
 
 
-def own_questions(llm: Any, count: int, seed: int) -> list[str]:
-    """Sampled from the target's empty user turn; fewer than ``count`` where what it wrote is empty,
-    cut off or says one thing over and over."""
-    head = {"prompt_token_ids": opening(llm)}
-    params = [
-        SamplingParams(temperature=1.0, max_tokens=_LONGEST, seed=seed + i) for i in range(count)
-    ]
-    found = [run.outputs[0] for run in llm.generate([head] * count, params)]
+def _turns(llm: Any, count: int, pick: random.Random) -> list[_Begun]:
+    """A quarter begin with nothing, a quarter with a word, half with a few words of ours."""
+    ids, words, begun = opening(llm), _words(llm), []
+    for _ in range(count):
+        ours = _numbers(pick.choice(OPENINGS), pick)
+        begun.append(_Begun(ids, pick.choice(["", pick.choice(words), ours, ours]), _LONGEST))
+    return begun
+
+
+def _written(llm: Any, begun: Sequence[_Begun], pick: random.Random) -> list[tuple[str, bool]]:
+    """Each with what the model makes of it, and whether that came to an end."""
+    prompts, params = [], []
+    for part in begun:
+        words = llm.tokenizer(part.words, add_special_tokens=not part.ids)["input_ids"]
+        prompts.append({"prompt_token_ids": [*part.ids, *words]})
+        temperature, top_p = pick.choice(_STYLES)
+        seed = pick.randrange(1 << 32)
+        params.append(
+            SamplingParams(temperature=temperature, top_p=top_p, max_tokens=part.longest, seed=seed)
+        )
+    outputs = [run.outputs[0] for run in llm.generate(prompts, params)]
     return [
-        output.text.strip()
-        for output in found
-        if output.finish_reason == "stop" and _worth_asking(output.text)
+        ((part.words + output.text).strip(), output.finish_reason == "stop")
+        for part, output in zip(begun, outputs, strict=True)
     ]
 
 
-def fill(pattern: str, question: str, texts: Sequence[str], pick: random.Random) -> str:
-    """A pattern with its places filled from the question, the texts and a few words of ours."""
+def _words(llm: Any) -> list[str]:
+    """Tokens that a text could begin with."""
+    return sorted(t for t in llm.tokenizer.get_vocab() if re.fullmatch("[A-Z][a-z]+", t)) or ["A"]
+
+
+def fill(
+    pattern: str,
+    question: str,
+    foreign: tuple[str, str],
+    texts: Sequence[str],
+    pick: random.Random,
+) -> str:
+    """A pattern with its places filled from the question, a language and its sentence, the texts
+    and a few words of ours."""
     text, other = pick.choice(texts).strip(), pick.choice(texts).strip()
-    words = {key: pick.choice(choices) for key, choices in _WORDS.items()}
-    words |= {
+    words = {
+        "language": foreign[0],
+        "foreign": foreign[1],
         "question": question,
         "text": text,
         "other": other,
-        "sentence": pick.choice(re.split(r"(?<=[.!?])\s+", text)),
+        "sentence": pick.choice(_sentences(text)),
         "subject": _mentioned(text, pick),
         "thing": _mentioned(other, pick, longest=1),
-        "few": str(pick.randint(2, 9)),
-        "some": str(pick.randint(3, 40)),
-        "many": str(pick.randint(11, 400)),
     }
-    return pattern.format(**words)
+    return _numbers(pattern, pick, **words)
+
+
+def _numbers(pattern: str, pick: random.Random, **words: str) -> str:
+    """The pattern with words of ours and numbers in its places, beside those given."""
+    ours = {key: pick.choice(choices) for key, choices in _WORDS.items()}
+    numbers = {"few": (2, 9), "some": (3, 40), "many": (11, 400)}
+    ours |= {key: str(pick.randint(*limits)) for key, limits in numbers.items()}
+    return pattern.format(**ours | words)
+
+
+def _sentences(text: str) -> list[str]:
+    return re.split(r"(?<=[.!?])\s+", text)
 
 
 def _mentioned(text: str, pick: random.Random, longest: int = 3) -> str:
