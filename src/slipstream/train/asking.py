@@ -126,8 +126,9 @@ class _Begun:
 def questions(llm: Any, count: int, seed: int, earlier: Sequence[str]) -> list[Messages]:
     """About ``count``, in an order that the seed decides. earlier: answers to earlier ones."""
     pick, third = random.Random(seed), count // 3
-    turns = _turns(llm, third, pick)
-    documents = [_Begun((), pick.choice(_words(llm)), _DOCUMENT) for _ in range(count // 8 + 1)]
+    words = _words(llm)
+    turns = _turns(llm, third, words, pick)
+    documents = [_Begun((), pick.choice(words), _DOCUMENT) for _ in range(count // 8 + 1)]
     languages = [pick.choice(list(FOREIGN)) for _ in range(count // 32 + 1)]
     sentences = [_Begun((), pick.choice(FOREIGN[name]), _SENTENCE) for name in languages]
     found = iter(_written(llm, [*turns, *documents, *sentences], pick))
@@ -142,7 +143,7 @@ def questions(llm: Any, count: int, seed: int, earlier: Sequence[str]) -> list[M
             question, sentence = pick.choice(own), pick.choice(foreign)
             made.append(fill(pick.choice(patterns), question, sentence, texts, pick))
     pick.shuffle(made)
-    return [[{"role": "user", "content": words}] for words in made]
+    return [[{"role": "user", "content": question}] for question in made]
 
 
 def opening(llm: Any) -> list[int]:
@@ -154,9 +155,9 @@ def opening(llm: Any) -> list[int]:
     return list(llm.tokenizer(text.split(_MARK)[0], add_special_tokens=False)["input_ids"])
 
 
-def _turns(llm: Any, count: int, pick: random.Random) -> list[_Begun]:
+def _turns(llm: Any, count: int, words: Sequence[str], pick: random.Random) -> list[_Begun]:
     """A quarter begin with nothing, a quarter with a word, half with a few words of ours."""
-    ids, words, begun = opening(llm), _words(llm), []
+    ids, begun = opening(llm), []
     for _ in range(count):
         ours = _numbers(pick.choice(OPENINGS), pick)
         begun.append(_Begun(ids, pick.choice(["", pick.choice(words), ours, ours]), _LONGEST))
