@@ -143,9 +143,10 @@ def test_which_position_learns_what(tmp_path: Path) -> None:
     assert shards
     example = max((e.load() for e in entries[:8]), key=len)
     ids = weights.target_ids.tolist()
-    module = recipe.initial(target, weights.config, ids)
+    module = Eagle3Module(weights.config, target.embedding)
     module.load_state_dict({k: v.float() for k, v in weights.tensors.items() if "2" not in k})
-    collate = recipe.Collate(target, ids, passes, torch.device("cpu"))
+    size = torch.ones(weights.config.features)  # what is on disk takes features as they are
+    collate = recipe.Collate(target, ids, size, passes, torch.device("cpu"))
     with torch.autocast("cpu", enabled=False):
         batch = collate([example])
         found = unroll(module, batch.tokens, batch.features, batch.counts, passes)
@@ -196,6 +197,7 @@ def test_later_passes_run_only_the_rows_they_need(passes: int, kv_heads: int) ->
     batch = recipe.Batch(
         tokens=torch.randint(config.vocab, counts.shape),
         features=torch.randn(*counts.shape, config.features),
+        inside=torch.ones_like(counts),
         counts=counts,
         probs=torch.empty(0),
         best=torch.empty(0),

@@ -30,7 +30,7 @@ class Eagle3Module(nn.Module):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(config.features, config.hidden, False)
-        self.layers = nn.ModuleList([_Layer(config)])
+        self.layers = nn.ModuleList([Layer(config)])
         self.norm = Norm(config.hidden, config.eps)
         self.lm_head = nn.Linear(config.hidden, config.draft_vocab, False)
         self.register_buffer("embedding", embedding, persistent=False)
@@ -59,8 +59,15 @@ class Eagle3Module(nn.Module):
         its row of each of these; seen is [B, 1, Q, T] then, and the KV is of the Q rows.
         """
         embedded = functional.embedding(tokens, self.embedding)
-        out: tuple[Tensor, KV] = self.layers[0](embedded, hidden, positions, seen, past, paths)
+        out: tuple[Tensor, KV] = self.layer(embedded, hidden, positions, seen, past, paths)
         return out
+
+    @property
+    def layer(self) -> Layer:
+        """The only one."""
+        layer = self.layers[0]
+        assert isinstance(layer, Layer)
+        return layer
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., h] → [..., d], over the draft vocabulary."""
@@ -76,7 +83,7 @@ class Norm(nn.RMSNorm):
         return normed
 
 
-class _Layer(nn.Module):
+class Layer(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.hidden_norm = Norm(config.hidden, config.eps)
@@ -140,6 +147,11 @@ class Attention(nn.Module):
         steps = torch.arange(0, self._dim, 2, dtype=torch.float32, device=device) / self._dim
         self.register_buffer("_frequencies", self._theta**-steps, persistent=False)
 
+    def turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of each pair of dimensions: [B, Q] → [B, 1, Q, D/2]."""
+        angles = positions[:, None, :, None] * self._frequencies
+        return angles.cos(), angles.sin()
+
     def forward(
         self,
         x: Tensor,
@@ -153,9 +165,8 @@ class Attention(nn.Module):
             part(x).unflatten(-1, (-1, self._dim)).transpose(1, 2)
             for part in (self.q_proj, self.k_proj, self.v_proj)
         )
-        angles = positions[:, None, :, None] * self._frequencies  # [B, 1, Q, D/2]
-        cosine, sine = angles.cos(), angles.sin()
-        query, key = _rotate(query, cosine, sine), _rotate(key, cosine, sine)
+        cosine, sine = self.turn(positions)
+        query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
         if paths is not None:
             assert past is not None
             mixed = _along_paths(query, seen, past, [*paths, (key, value)])
@@ -183,7 +194,7 @@ def _along_paths(query: Tensor, seen: Tensor, past: KV, paths: Sequence[KV]) -> 
     return mixed
 
 
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
     return turned.to(x.dtype)  # the angles are float32, or more

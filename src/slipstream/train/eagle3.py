@@ -20,25 +20,32 @@ from torch.nn.utils.rnn import pad_sequence
 from slipstream.models import eagle3 as checkpoint
 from slipstream.models.eagle3 import Eagle3Config, Eagle3Weights, vocabulary_maps
 from slipstream.models.eagle3_module import Eagle3Module
+from slipstream.train import copying
 from slipstream.train.config import LOSSES, TrainConfig
-from slipstream.train.features import Example
+from slipstream.train.copying import Sample
+from slipstream.train.features import Entry, Example
 from slipstream.train.target import DraftVocabulary, TargetParts
 from slipstream.train.unroll import unroll
 
 _DECAY = 0.8  # weight of each further pass
 _FIRST_ALONE = 0.4  # of the training
 _NEW_SCALE = 0.02  # of weights that the target has nothing for
+_RESIDUAL = 0.5  # of the target's: norms undo it, and the optimizer moves the layers sooner
+_SAMPLE = 128  # conversations
+_COPYING = 0.2  # weight of the second loss at the start; it fades
 
 
 def config_of(target: TargetParts, taps: Sequence[int], draft_vocab: int) -> Eagle3Config:
-    """A head as wide as its target's layers, with as many key and value heads as query heads: all
-    that the next token says to it goes through them."""
+    """A head as wide as its target's layers, with some more attention heads, which copy. There are
+    as many key and value heads as query heads: all that the next token says goes through them."""
     shape = target.config
+    heads = shape.num_attention_heads
+    heads += copying.heads_for(shape.hidden_size, shape.head_dim, draft_vocab)
     return Eagle3Config(
         hidden=shape.hidden_size,
         target_hidden=shape.hidden_size,
-        heads=shape.num_attention_heads,
-        kv_heads=shape.num_attention_heads,
+        heads=heads,
+        kv_heads=heads,
         dim=shape.head_dim,
         inner=shape.intermediate_size,
         vocab=shape.vocab_size,
@@ -51,10 +58,13 @@ def config_of(target: TargetParts, taps: Sequence[int], draft_vocab: int) -> Eag
     )
 
 
-def initial(target: TargetParts, config: Eagle3Config, ids: Sequence[int]) -> Eagle3Module:
-    """A head that begins as the target's last layer on the topmost feature.
+def initial(
+    target: TargetParts, config: Eagle3Config, ids: Sequence[int], known: Sample
+) -> Eagle3Module:
+    """A head that begins as the target's last layer on the topmost feature, and copies.
 
     Its rows of the LM head are the target's; only what looks at the next token's embedding is new.
+    It takes features as ``known`` has them, each column divided by its size.
     """
     module = Eagle3Module(config, target.embedding)
     h, layer = config.hidden, target.layer
@@ -62,37 +72,54 @@ def initial(target: TargetParts, config: Eagle3Config, ids: Sequence[int]) -> Ea
     for name in state.keys() & {f"layers.0.{n}" for n in layer}:
         if state[name].shape == layer[name.removeprefix("layers.0.")].shape:
             state[name] = layer[name.removeprefix("layers.0.")]
-    shared = config.heads // target.config.num_key_value_heads  # query heads of a key
+    own = target.config.num_attention_heads
+    shared = own // target.config.num_key_value_heads  # query heads of a key
     for part, copies in (("q", 1), ("k", shared), ("v", shared)):
         name = f"self_attn.{part}_proj.weight"
         old = layer[name].unflatten(0, (-1, config.dim)).repeat_interleave(copies, 0).flatten(0, 1)
-        state["layers.0." + name] = torch.cat([_NEW_SCALE * torch.randn_like(old), old], 1)
+        new = _NEW_SCALE * torch.randn_like(old)
+        state["layers.0." + name][: own * config.dim] = torch.cat([new, old], 1)
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        old = _RESIDUAL * layer[name]
+        state["layers.0." + name][:, : old.shape[1]] = old
     state["layers.0.hidden_norm.weight"] = layer["input_layernorm.weight"]
     state["layers.0.input_layernorm.weight"] = torch.ones(h)
-    state["fc.weight"] = _NEW_SCALE * torch.randn(h, config.features) / config.features**0.5
-    state["fc.weight"][:, -h:] += torch.eye(h)
-    state["norm.weight"] = target.norm
+    fc = _NEW_SCALE * torch.randn(h, config.features) / config.features**0.5
+    fc[:, -h:] += _RESIDUAL * torch.diag(known.size[-h:])
+    state |= {"fc.weight": fc, "norm.weight": target.norm}
     state["lm_head.weight"] = target.lm_head[torch.tensor(ids)]
+    words = _unit(target.embedding[torch.tensor(ids)], config.eps)
+    rows = _unit(target.embedding[known.tokens], config.eps)
+    copying.put(state, config, words, rows, known)
     module.load_state_dict(state)
     return module
 
 
-def weights_of(module: Eagle3Module, ids: Sequence[int], dtype: torch.dtype) -> Eagle3Weights:
-    """What is written to disk."""
-    tensors = {name: p.detach().to("cpu", dtype) for name, p in module.named_parameters()}
+def _unit(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def weights_of(
+    module: Eagle3Module, ids: Sequence[int], size: Tensor, dtype: torch.dtype
+) -> Eagle3Weights:
+    """What is written to disk. size: [F·h], what each feature was divided by."""
+    tensors = {name: p.detach().cpu() for name, p in module.named_parameters()}
+    tensors["fc.weight"] = tensors["fc.weight"] / size
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     tensors["d2t"], tensors["t2d"] = vocabulary_maps(ids, module.config.vocab)
     return Eagle3Weights(config=module.config, tensors=tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """tokens: [B, T], the token after each row's. features: [B, T, F·h]. counts: bool [B, T], rows
-    whose guess is compared: of the answer, and of what the draft vocabulary can say. probs: [N, d],
-    the target's there. best: [N], draft ids of its most probable tokens. missed: answer rows that
-    the draft vocabulary can't say."""
+    """tokens: [B, T], the token after each row's. features: [B, T, F·h]. inside: bool [B, T], no
+    padding. counts: bool [B, T], rows whose guess is compared. probs: [N, d], the target's there.
+    best: [N], draft ids of its most probable tokens. missed: answer rows that the draft vocabulary
+    can't say."""
 
     tokens: Tensor
     features: Tensor
+    inside: Tensor
     counts: Tensor
     probs: Tensor
     best: Tensor
@@ -100,16 +127,27 @@ class Batch:
 
 
 class Collate:
-    """Examples → ``Batch``; ids: of the draft vocabulary, ascending."""
+    """Examples → ``Batch``. ids: of the draft vocabulary, ascending. size: [F·h], what features are
+    divided by."""
 
     def __init__(
-        self, target: TargetParts, ids: Sequence[int], passes: int, device: torch.device
+        self,
+        target: TargetParts,
+        ids: Sequence[int],
+        size: Tensor,
+        passes: int,
+        device: torch.device,
     ) -> None:
         self.vocabulary = DraftVocabulary(target, ids, device)
+        self.size = size
         self._passes = passes
 
-    def __call__(self, examples: Sequence[Example]) -> Batch:
-        """Row s holds token s + 1 beside the features of s; it guesses token s + 2."""
+    def __call__(self, examples: Sequence[Example], *, questions: bool = False) -> Batch:
+        """Row s holds token s + 1 beside the features of s; it guesses token s + 2.
+
+        Rows count that guess a token of the answer, if the draft vocabulary can say the target's
+        most probable one; with questions, those of its tokens too, if it can say them.
+        """
         tokens = pad_sequence([e.tokens[1:].long() for e in examples], batch_first=True)
         features = pad_sequence([e.features[:-1] for e in examples], batch_first=True)
         last = pad_sequence([e.last[1:] for e in examples], batch_first=True)
@@ -117,14 +155,22 @@ class Collate:
         best[:, : self._passes - 1] = -1  # the last pass has nothing to go on from there
         answers = best >= 0
         guess = torch.where(answers, self.vocabulary.draft_ids(best), -1)
+        missed = int(answers.sum() - (guess >= 0).sum())
         counts, device = guess >= 0, self.vocabulary.device
+        lengths = torch.tensor([len(e) - 1 for e in examples])
+        steps = torch.arange(tokens.shape[1])
+        if questions:
+            starts = torch.tensor([e.start - 2 for e in examples])  # the row that guesses it
+            following = self.vocabulary.draft_ids(tokens.roll(-1, 1))
+            counts = counts | ((steps < starts[:, None]) & (following >= 0))
         return Batch(
             tokens=tokens.to(device),
-            features=features.to(device).float(),
+            features=(features.float() / self.size).to(device),
+            inside=(steps < lengths[:, None]).to(device),
             counts=counts.to(device),
             probs=self.vocabulary.probs(last[counts]),
             best=guess[counts].to(device),
-            missed=int(answers.sum() - counts.sum()),
+            missed=missed,
         )
 
 
@@ -140,15 +186,18 @@ def loss_of(logits: Tensor, probs: Tensor, l1: float) -> Tensor:
     return loss
 
 
-def training_loss(module: Eagle3Module, batch: Batch, passes: int, l1: float) -> Tensor:
-    """All passes together."""
+def training_loss(
+    module: Eagle3Module, batch: Batch, passes: int, l1: float, copying_weight: float = 0.0
+) -> Tensor:
+    """All passes together, and how well the copying heads find what they should."""
     if not len(batch.best):  # nothing that the draft vocabulary can say: a loss all the same
         return 0.0 * sum(p.sum() for p in module.parameters())  # type: ignore[return-value]
     with torch.autocast(batch.tokens.device.type, torch.bfloat16):
         logits = unroll(module, batch.tokens, batch.features, batch.counts, passes)
+        found = copying.attention_loss(module, batch.tokens, batch.features, batch.inside)
     weights = [_DECAY**i for i in range(passes)]
     losses = [w * loss_of(x, batch.probs, l1) for w, x in zip(weights, logits, strict=True)]
-    return torch.stack(losses).sum() / sum(weights)
+    return torch.stack(losses).sum() / sum(weights) + copying_weight * found
 
 
 @torch.inference_mode()
@@ -189,9 +238,12 @@ class Eagle3Task:
         self._passes, self._l1 = passes, l1
 
     def loss(self, examples: Sequence[Example], done: float) -> Tensor:
-        """The further passes cost about what the first does, and build on it: they come later."""
-        passes = 1 if done < _FIRST_ALONE else self._passes
-        return training_loss(self.module, self._collate(examples), passes, self._l1)
+        """The further passes cost about what the first does, and build on it: they come later.
+        Alone, the first learns from what the questions say too."""
+        first = done < _FIRST_ALONE
+        batch = self._collate(examples, questions=first)
+        passes, weight = 1 if first else self._passes, (1 - done) * _COPYING
+        return training_loss(self.module, batch, passes, self._l1, weight)
 
     def held_out(self) -> list[float]:
         batches = [self._collate(examples) for examples in self._check]
@@ -202,7 +254,9 @@ class Eagle3Task:
         return [self.module.lm_head]
 
     def write(self, folder: Path) -> None:
-        head = weights_of(self.module, self._collate.vocabulary.ids, torch.float16)
+        head = weights_of(
+            self.module, self._collate.vocabulary.ids, self._collate.size, torch.float16
+        )
         checkpoint.write(folder, head, speculative_tokens=self._passes)
 
     def describe(self) -> str:
@@ -214,14 +268,17 @@ def task_of(
     target: TargetParts,
     config: TrainConfig,
     ids: Sequence[int],
+    learnt: Sequence[Entry],
     check: Sequence[Sequence[Example]],
     device: torch.device,
 ) -> Eagle3Task:
     """A new head and all that trains it; ids: of its draft vocabulary."""
     head = config_of(target, config.taps, len(ids))
+    some = learnt[:: max(1, len(learnt) // _SAMPLE)]
+    known = copying.sample([entry.load() for entry in some], head.hidden)
     return Eagle3Task(
-        initial(target, head, ids).to(device),
-        Collate(target, ids, config.passes, device),
+        initial(target, head, ids, known).to(device),
+        Collate(target, ids, known.size, config.passes, device),
         check,
         passes=config.passes,
         l1=LOSSES[config.loss],

@@ -21,7 +21,7 @@ from slipstream.models.medusa import MedusaHeads, MedusaShape
 from slipstream.models.medusa_module import MedusaModule
 from slipstream.train.config import LOSSES, TrainConfig
 from slipstream.train.eagle3 import loss_of
-from slipstream.train.features import Example
+from slipstream.train.features import Entry, Example
 from slipstream.train.target import DraftVocabulary, TargetParts
 
 _DECAY = 0.8  # weight of each further head
@@ -186,10 +186,12 @@ def task_of(
     target: TargetParts,
     config: TrainConfig,
     ids: Sequence[int],
+    learnt: Sequence[Entry],
     check: Sequence[Sequence[Example]],
     device: torch.device,
 ) -> MedusaTask:
-    """New heads and all that trains them; ids: of their draft vocabulary."""
+    """New heads and all that trains them; ids: of their draft vocabulary. learnt: heads begin
+    without looking at it."""
     shape = shape_of(target, heads=config.heads, draft_vocab=len(ids))
     module = initial(target, shape, ids).to(device)
     return MedusaTask(module, Collate(target, ids, device), check, l1=LOSSES[config.loss])

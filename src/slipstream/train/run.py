@@ -75,7 +75,7 @@ def train(
     torch.set_num_threads(llm.runtime_config.threads or physical_cores())  # native left one
     torch.manual_seed(config.options.seed)
     ids = text.draft_vocabulary(conversations, config.draft_vocab)
-    task = _TASKS[config.method](target, config, ids, check, device)
+    task = _TASKS[config.method](target, config, ids, learnt, check, device)
     with bar("training", loop.steps_of(learnt, config.options)) as show:
         loop.fit(task, learnt, config.out / "state", config.options, show, device=device)
     head = config.out / "head"
