@@ -124,7 +124,8 @@ class _Begun:
 
 
 def questions(llm: Any, count: int, seed: int, earlier: Sequence[str]) -> list[Messages]:
-    """About ``count``, in an order that the seed decides. earlier: answers to earlier ones."""
+    """About ``count``, in an order that the seed decides. earlier: answers to earlier ones, in any
+    order; as many as there are documents are asked about."""
     pick, third = random.Random(seed), count // 3
     words = _words(llm)
     turns = _turns(llm, third, words, pick)
@@ -133,7 +134,8 @@ def questions(llm: Any, count: int, seed: int, earlier: Sequence[str]) -> list[M
     sentences = [_Begun((), pick.choice(FOREIGN[name]), _SENTENCE) for name in languages]
     found = iter(_written(llm, [*turns, *documents, *sentences], pick))
     made = [text for text, ended in islice(found, third) if ended and _worth_asking(text)]
-    texts = [text for text, _ in islice(found, len(documents))] + list(earlier)
+    texts = [text for text, _ in islice(found, len(documents))]
+    texts += earlier[: len(documents)]
     foreign = [
         (name, _sentences(text)[0]) for name, (text, _) in zip(languages, found, strict=True)
     ]
