@@ -151,7 +151,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--data", default="self", metavar="FILE", help="JSONL of questions; self: the model asks"
     )
-    group.add_argument("--tokens", type=int, default=700_000, help="of text (default 700,000)")
+    group.add_argument("--tokens", type=int, default=1_000_000, help="of text (default 1,000,000)")
     group.add_argument("--max-answer", type=int, default=192, help="tokens (default 192)")
     group.add_argument(
         "--keep-answers", action="store_true", help="learn those of the file, not the model's own"
@@ -163,8 +163,8 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--heads", type=int, help="medusa: drafted positions (default 4)")
     group = parser.add_argument_group("training")
-    group.add_argument("--epochs", type=int, default=4, help="default 4")
-    group.add_argument("--passes", type=int, help="eagle3: of training-time test (default 4)")
+    group.add_argument("--epochs", type=int, default=3, help="default 3")
+    group.add_argument("--passes", type=int, help="eagle3: of training-time test (default 3)")
     group.add_argument("--learning-rate", type=float, default=1e-3, help="its peak, default 0.001")
     group.add_argument("--tokens-per-step", type=int, default=2048, help="of a batch, 2048")
     group.add_argument("--loss", default="ce", help="ce (default), ce+l1")

@@ -14,7 +14,7 @@ from slipstream.train.questions import read_questions
 SELF = "self"
 LOSSES = {"ce": 0.0, "ce+l1": 0.9}  # the share of the second term
 METHODS = ("eagle3", "medusa")
-_OF_ONE = {"passes": ("eagle3", 4), "taps": ("eagle3", ()), "heads": ("medusa", 4)}
+_OF_ONE = {"passes": ("eagle3", 3), "taps": ("eagle3", ()), "heads": ("medusa", 4)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class TrainOptions:
     steps; a cosine leads down to a tenth. save_minutes: between two saved states. evaluate_every:
     steps between two evaluations."""
 
-    epochs: int = 4
+    epochs: int = 3
     tokens_per_step: int = 2048
     learning_rate: float = 1e-3
     warmup: float = 0.05
@@ -48,7 +48,7 @@ class TrainConfig:
     method: str
     out: Path
     data: str = SELF
-    tokens: int = 700_000
+    tokens: int = 1_000_000
     max_answer: int = 192
     keep_answers: bool = False
     draft_vocab: int = 4096
