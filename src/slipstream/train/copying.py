@@ -46,8 +46,8 @@ class Sample:
 def sample(examples: Sequence[Example], hidden: int) -> Sample:
     tokens = torch.cat([e.tokens.long() for e in examples])
     features = torch.cat([e.features for e in examples]).float()
-    lowest = features[:, :hidden].pow(2).mean(1).sqrt()
-    usual = lowest < _SINK * lowest.median()
+    top = features[:, -hidden:].pow(2).mean(1).sqrt()
+    usual = top < _SINK * top.median()
     features = features[usual]
     size = features.pow(2).mean(0).sqrt().clamp_min(1e-3)
     return Sample(tokens=tokens[usual], features=features / size, size=size)

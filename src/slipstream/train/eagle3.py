@@ -35,6 +35,11 @@ _SAMPLE = 128  # conversations
 _COPYING = 0.2  # weight of the second loss at the start; it fades
 
 
+def default_taps(layers: int) -> tuple[int, ...]:
+    """The paper's, but the embedding instead of layer 2: copying heads read the token off it."""
+    return (0, *checkpoint.default_taps(layers)[1:])
+
+
 def config_of(target: TargetParts, taps: Sequence[int], draft_vocab: int) -> Eagle3Config:
     """A head as wide as its target's layers, with some more attention heads, which copy. There are
     as many key and value heads as query heads: all that the next token says goes through them."""

@@ -15,7 +15,6 @@ import torch
 from slipstream.config import SamplingParams
 from slipstream.errors import SlipstreamError
 from slipstream.metrics import Metrics
-from slipstream.models.eagle3 import default_taps
 from slipstream.runtimes.native import physical_cores
 from slipstream.train import eagle3, features, loop, medusa, text
 from slipstream.train.card import draw, write_card
@@ -65,7 +64,7 @@ def train(
     runtime = llm.model.runtime
     target = read_target(llm.model.name)
     if config.method == "eagle3" and not config.taps:
-        config = replace(config, taps=default_taps(runtime.layers))
+        config = replace(config, taps=eagle3.default_taps(runtime.layers))
     if not all(0 <= layer <= runtime.layers for layer in config.taps):
         raise SlipstreamError(f"--taps {config.taps}: {target.name} has {runtime.layers} layers")
     _begin(llm, config)
