@@ -149,7 +149,7 @@ def test_which_position_learns_what(tmp_path: Path) -> None:
     collate = recipe.Collate(target, ids, size, passes, torch.device("cpu"))
     with torch.autocast("cpu", enabled=False):
         batch = collate([example])
-        found = unroll(module, batch.tokens, batch.features, batch.counts, passes)
+        found = unroll(module, batch.tokens, module.fuse(batch.features), batch.counts, passes)
     head = eagle3_head(weights, target.embedding)
     hidden = head.fuse(example.features[:-1].float())
     tokens = example.tokens[1:].tolist()
@@ -206,7 +206,7 @@ def test_later_passes_run_only_the_rows_they_need(passes: int, kv_heads: int) ->
     found = []
     for logits in (
         unrolled.unroll(module, batch, passes),
-        unroll(module, batch.tokens, batch.features, counts, passes),
+        unroll(module, batch.tokens, module.fuse(batch.features), counts, passes),
     ):
         module.zero_grad()
         torch.stack(logits).pow(2).mean().backward()

@@ -1,4 +1,4 @@
-"""Medusa heads for the tiny target, trained for a moment on what it says."""
+"""Text of the tiny target with its features, and Medusa heads trained on it for a moment."""
 
 from __future__ import annotations
 
@@ -31,10 +31,14 @@ def examples() -> Sequence[Example]:
         Conversation(prompt=prompt, answer=list(run.outputs[0].token_ids))
         for prompt, run in zip(prompts, runs, strict=True)
     ]
+    return with_features(conversations, TAPS)
+
+
+def with_features(conversations: Sequence[Conversation], taps: Sequence[int]) -> Sequence[Example]:
     with tempfile.TemporaryDirectory() as folder:
-        for _ in features.compute(llm, conversations, TAPS, Path(folder)):
+        for _ in features.compute(tiny_llm.llm(), conversations, taps, Path(folder)):
             pass
-        return [e.load() for e in features.entries(conversations, TAPS, Path(folder))]
+        return [e.load() for e in features.entries(conversations, taps, Path(folder))]
 
 
 @functools.cache

@@ -84,6 +84,8 @@ class Norm(nn.RMSNorm):
 
 
 class Layer(nn.Module):
+    """Attention on the token beside the hidden state, and an MLP."""
+
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.hidden_norm = Norm(config.hidden, config.eps)
@@ -195,6 +197,7 @@ def _along_paths(query: Tensor, seen: Tensor, past: KV, paths: Sequence[KV]) -> 
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Queries or keys [B, heads, Q, D] by what ``Attention.turn`` gave."""
     first, second = x.chunk(2, -1)
     turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
     return turned.to(x.dtype)  # the angles are float32, or more

@@ -161,7 +161,7 @@ def _turns(llm: Any, count: int, words: Sequence[str], pick: random.Random) -> l
     """A quarter begin with nothing, a quarter with a word, half with a few words of ours."""
     ids, begun = opening(llm), []
     for _ in range(count):
-        ours = _numbers(pick.choice(OPENINGS), pick)
+        ours = _with_ours(pick.choice(OPENINGS), pick)
         begun.append(_Begun(ids, pick.choice(["", pick.choice(words), ours, ours]), _LONGEST))
     return begun
 
@@ -209,10 +209,10 @@ def fill(
         "subject": _mentioned(text, pick),
         "thing": _mentioned(other, pick, longest=1),
     }
-    return _numbers(pattern, pick, **words)
+    return _with_ours(pattern, pick, **words)
 
 
-def _numbers(pattern: str, pick: random.Random, **words: str) -> str:
+def _with_ours(pattern: str, pick: random.Random, **words: str) -> str:
     """The pattern with words of ours and numbers in its places, beside those given."""
     ours = {key: pick.choice(choices) for key, choices in _WORDS.items()}
     numbers = {"few": (2, 9), "some": (3, 40), "many": (11, 400)}

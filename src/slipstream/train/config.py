@@ -43,7 +43,7 @@ class TrainConfig:
     """method: "eagle3" or "medusa". out: folder of the head and of everything that a resumed run
     needs. data: "self" or a JSONL file. tokens: of the training text where it is the target's own.
     keep_answers: those of the file. Of EAGLE-3 alone: passes of the training-time test; taps,
-    layers to look at, () for the paper's. Of Medusa alone: heads, one a drafted position."""
+    layers to look at, () for ``default_taps``. Of Medusa alone: heads, one a drafted position."""
 
     method: str
     out: Path

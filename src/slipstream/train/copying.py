@@ -23,6 +23,7 @@ from torch.nn import functional
 from slipstream.models.eagle3 import Eagle3Config
 from slipstream.models.eagle3_module import Eagle3Module, rotate
 from slipstream.train.features import Example
+from slipstream.train.target import TargetParts, unit
 
 _HEADS = 7
 _SINK = 5  # times the median: rows that attention rests on are no measure of the others
@@ -59,21 +60,27 @@ def heads_for(hidden: int, dim: int, draft_vocab: int) -> int:
 
 
 def put(
-    state: dict[str, Tensor], config: Eagle3Config, words: Tensor, rows: Tensor, known: Sample
+    state: dict[str, Tensor],
+    config: Eagle3Config,
+    target: TargetParts,
+    ids: Sequence[int],
+    known: Sample,
 ) -> None:
     """Make the last heads of a new EAGLE-3 head copy.
 
-    state: its tensors, changed in place; its other heads and ``fc`` are there. words: [d, h],
-    normed embeddings of the draft vocabulary. rows: [n, h], those of the sample's tokens.
+    state: its tensors, changed in place; its other heads and ``fc`` are there. ids: of the draft
+    vocabulary.
 
     A token's code is its embedding in the directions that words differ in. Of the token before, the
     lowest feature tells it, by least squares; it travels in the directions of the hidden state that
     vary least. Codes are compared where the rotation by position is slow.
     """
     h, dim = config.hidden, config.dim
-    count, half = heads_for(h, dim, len(words)), dim // 2
+    count, half = heads_for(h, dim, len(ids)), dim // 2
     if not count:
         return
+    words = unit(target.embedding[torch.tensor(ids)], config.eps)
+    rows = unit(target.embedding[known.tokens], config.eps)
     mean = words.mean(0)
     _, spread, directions = torch.linalg.svd(words - mean, full_matrices=False)
     coder = directions[: count * half] / spread[: count * half, None] * len(words) ** 0.5
@@ -105,15 +112,13 @@ def put(
     state["layers.0.self_attn.o_proj.weight"][:, -count * dim :] = out.flatten(1)
 
 
-def attention_loss(
-    module: Eagle3Module, tokens: Tensor, features: Tensor, inside: Tensor
-) -> Tensor:
+def attention_loss(module: Eagle3Module, tokens: Tensor, hidden: Tensor, inside: Tensor) -> Tensor:
     """-log of the copying heads' attention to what they should bring, averaged over the rows that
     have it: rows of the right token, where the one before them is the newest token too.
 
-    tokens: [B, T]. features: [B, T, F·h]. inside: bool [B, T], no padding.
+    tokens: [B, T]. hidden: [B, T, h], fused features. inside: bool [B, T], no padding.
     """
-    scores = _scores(module, tokens, features)
+    scores = _scores(module, tokens, hidden)
     if not scores.numel():  # the head is too small to have any
         return scores.sum()
     steps = torch.arange(tokens.shape[1], device=tokens.device)
@@ -130,12 +135,12 @@ def attention_loss(
     return losses.sum() / max(1, losses.numel())
 
 
-def _scores(module: Eagle3Module, tokens: Tensor, features: Tensor) -> Tensor:
+def _scores(module: Eagle3Module, tokens: Tensor, hidden: Tensor) -> Tensor:
     """Of the copying heads alone: [B, C, T, T]."""
     config, layer = module.config, module.layer
     count = heads_for(config.hidden, config.dim, config.draft_vocab)
     embedded = layer.input_layernorm(functional.embedding(tokens, module.embedding))
-    both = torch.cat([embedded, layer.hidden_norm(module.fuse(features))], -1)
+    both = torch.cat([embedded, layer.hidden_norm(hidden)], -1)
     turn = layer.self_attn.turn(torch.arange(tokens.shape[1], device=tokens.device)[None])
     query, key = (
         functional.linear(both, part.weight[len(part.weight) - count * config.dim :])

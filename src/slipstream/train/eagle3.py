@@ -73,10 +73,10 @@ def initial(
     """
     module = Eagle3Module(config, target.embedding)
     h, layer = config.hidden, target.layer
-    state = dict(module.state_dict())
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     for name in state.keys() & {f"layers.0.{n}" for n in layer}:
         if state[name].shape == layer[name.removeprefix("layers.0.")].shape:
-            state[name] = layer[name.removeprefix("layers.0.")]
+            state[name] = layer[name.removeprefix("layers.0.")].clone()
     own = target.config.num_attention_heads
     shared = own // target.config.num_key_value_heads  # query heads of a key
     for part, copies in (("q", 1), ("k", shared), ("v", shared)):
@@ -84,24 +84,18 @@ def initial(
         old = layer[name].unflatten(0, (-1, config.dim)).repeat_interleave(copies, 0).flatten(0, 1)
         new = _NEW_SCALE * torch.randn_like(old)
         state["layers.0." + name][: own * config.dim] = torch.cat([new, old], 1)
-    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-        old = _RESIDUAL * layer[name]
-        state["layers.0." + name][:, : old.shape[1]] = old
+    out = _RESIDUAL * layer["self_attn.o_proj.weight"]
+    state["layers.0.self_attn.o_proj.weight"][:, : out.shape[1]] = out
+    state["layers.0.mlp.down_proj.weight"] = _RESIDUAL * layer["mlp.down_proj.weight"]
     state["layers.0.hidden_norm.weight"] = layer["input_layernorm.weight"]
     state["layers.0.input_layernorm.weight"] = torch.ones(h)
     fc = _NEW_SCALE * torch.randn(h, config.features) / config.features**0.5
     fc[:, -h:] += _RESIDUAL * torch.diag(known.size[-h:])
     state |= {"fc.weight": fc, "norm.weight": target.norm}
     state["lm_head.weight"] = target.lm_head[torch.tensor(ids)]
-    words = _unit(target.embedding[torch.tensor(ids)], config.eps)
-    rows = _unit(target.embedding[known.tokens], config.eps)
-    copying.put(state, config, words, rows, known)
+    copying.put(state, config, target, ids, known)
     module.load_state_dict(state)
     return module
-
-
-def _unit(x: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
 def weights_of(
@@ -109,7 +103,7 @@ def weights_of(
 ) -> Eagle3Weights:
     """What is written to disk. size: [F·h], what each feature was divided by."""
     tensors = {name: p.detach().cpu() for name, p in module.named_parameters()}
-    tensors["fc.weight"] = tensors["fc.weight"] / size
+    tensors["fc.weight"] = tensors["fc.weight"] / size.cpu()
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     tensors["d2t"], tensors["t2d"] = vocabulary_maps(ids, module.config.vocab)
     return Eagle3Weights(config=module.config, tensors=tensors)
@@ -144,7 +138,7 @@ class Collate:
         device: torch.device,
     ) -> None:
         self.vocabulary = DraftVocabulary(target, ids, device)
-        self.size = size
+        self.size = size.to(device)
         self._passes = passes
 
     def __call__(self, examples: Sequence[Example], *, questions: bool = False) -> Batch:
@@ -170,7 +164,7 @@ class Collate:
             counts = counts | ((steps < starts[:, None]) & (following >= 0))
         return Batch(
             tokens=tokens.to(device),
-            features=(features.float() / self.size).to(device),
+            features=features.to(device).float() / self.size,
             inside=(steps < lengths[:, None]).to(device),
             counts=counts.to(device),
             probs=self.vocabulary.probs(last[counts]),
@@ -192,14 +186,15 @@ def loss_of(logits: Tensor, probs: Tensor, l1: float) -> Tensor:
 
 
 def training_loss(
-    module: Eagle3Module, batch: Batch, passes: int, l1: float, copying_weight: float = 0.0
+    module: Eagle3Module, batch: Batch, passes: int, l1: float, copying_weight: float
 ) -> Tensor:
     """All passes together, and how well the copying heads find what they should."""
     if not len(batch.best):  # nothing that the draft vocabulary can say: a loss all the same
         return 0.0 * sum(p.sum() for p in module.parameters())  # type: ignore[return-value]
     with torch.autocast(batch.tokens.device.type, torch.bfloat16):
-        logits = unroll(module, batch.tokens, batch.features, batch.counts, passes)
-        found = copying.attention_loss(module, batch.tokens, batch.features, batch.inside)
+        hidden = module.fuse(batch.features)
+        logits = unroll(module, batch.tokens, hidden, batch.counts, passes)
+        found = copying.attention_loss(module, batch.tokens, hidden, batch.inside)
     weights = [_DECAY**i for i in range(passes)]
     losses = [w * loss_of(x, batch.probs, l1) for w, x in zip(weights, logits, strict=True)]
     return torch.stack(losses).sum() / sum(weights) + copying_weight * found
@@ -215,7 +210,8 @@ def held_out(module: Eagle3Module, batches: Sequence[Batch], passes: int) -> lis
     for batch in batches:
         reached = torch.ones_like(batch.counts)
         with torch.autocast(batch.tokens.device.type, torch.bfloat16):
-            found = unroll(module, batch.tokens, batch.features, batch.counts, passes)
+            hidden = module.fuse(batch.features)
+            found = unroll(module, batch.tokens, hidden, batch.counts, passes)
         for index, logits in enumerate(found):
             hit = torch.zeros_like(batch.counts)
             hit[batch.counts] = logits.argmax(-1) == batch.best

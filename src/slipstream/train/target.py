@@ -38,9 +38,12 @@ class TargetParts:
 
     def normed(self, last: Tensor) -> Tensor:
         """[..., h] of the last layer → [..., h], what the LM head takes."""
-        last = last.float()
-        scale = torch.rsqrt(last.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps)
-        return last * scale * self.norm
+        return unit(last.float(), self.config.rms_norm_eps) * self.norm
+
+
+def unit(x: Tensor, eps: float) -> Tensor:
+    """[..., h], each divided by its root mean square."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
 class DraftVocabulary:

@@ -17,17 +17,17 @@ from slipstream.models.eagle3_module import KV, Eagle3Module
 
 
 def unroll(
-    module: Eagle3Module, tokens: Tensor, features: Tensor, counts: Tensor, passes: int
+    module: Eagle3Module, tokens: Tensor, hidden: Tensor, counts: Tensor, passes: int
 ) -> list[Tensor]:
     """Logits of each pass at the rows that count, [N, d].
 
-    tokens: [B, T], after each row. features: [B, T, F·h]. counts: bool [B, T]. Later passes run the
-    rows that count and those that they go on from, no others.
+    tokens: [B, T], after each row. hidden: [B, T, h], fused features. counts: bool [B, T]. Later
+    passes run the rows that count and those that they go on from, no others.
     """
     length = tokens.shape[1]
     steps = torch.arange(length, device=tokens.device)
     causal = steps[:, None] >= steps
-    out, first = module(tokens, module.fuse(features), steps.expand_as(tokens), causal, None)
+    out, first = module(tokens, hidden, steps.expand_as(tokens), causal, None)
     logits = [module.logits(out[counts])]
     if passes == 1:
         return logits
