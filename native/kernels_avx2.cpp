@@ -1,7 +1,6 @@
 // AVX2 with FMA. 16 registers of 8 floats.
 #define SLIP_AVX2
 #define SLIP_NAMESPACE avx2
-#define SLIP_FLOAT_PANELS(M) ((M) <= 2 ? 2 : 1)
 #define SLIP_QUERIES 2
 #define SLIP_BLOCKS 2
 #include "kernels_impl.h"

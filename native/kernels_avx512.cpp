@@ -1,7 +1,6 @@
 // AVX-512 with VNNI. 32 registers of 16 floats.
 #define SLIP_AVX512
 #define SLIP_NAMESPACE avx512
-#define SLIP_FLOAT_PANELS(M) ((M) <= 5 ? 4 : (M) <= 12 ? 2 : 1)
 #define SLIP_QUERIES 4
 #define SLIP_BLOCKS 4
 #include "kernels_impl.h"

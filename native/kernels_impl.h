@@ -89,32 +89,27 @@ inline Sums dot4(Sums s, const uint8_t* w, const int8_t* x0, const int8_t* x1) {
 }
 #endif
 
-constexpr size_t kAhead = 1024;  // bytes of a panel read ahead
+// Bytes of weights read ahead. Far: the many rows' arithmetic on what lies between keeps the
+// processor from looking ahead itself.
+constexpr size_t kAhead = 8192;
 
-// M rows with P neighbouring panels of floating-point weights.
-template <class T, int M, int P>
-void float_panels(const T* w, const float* x, size_t K, float* y, size_t ld) {
-  V acc[M][P];
-  for (auto& row : acc)
-    for (auto& a : row) a = zero();
-  for (size_t k = 0; k < K; ++k) {
-    V b[P];
-    for (int p = 0; p < P; ++p) {
-      const auto* at = w + (p * K + k) * kPanel;
-      b[p] = get(at);
-      prefetch((const char*)at + kAhead);
-    }
-    for (int m = 0; m < M; ++m) {
-      V xm = set1(x[k * M + m]);
-      for (int p = 0; p < P; ++p) acc[m][p] = fma(xm, b[p], acc[m][p]);
-    }
+// M rows with one panel of floating-point weights. One panel at a time, here and below: weights
+// come from memory in one stream, and several are slower.
+template <class T, int M>
+void float_panel(const Columns& c, const Rows& x, size_t K, size_t panel, float* y, size_t ld) {
+  const auto* w = (const T*)c.w + panel * K * kPanel;
+  const float* from = x.f32;
+  V acc[M];
+  for (auto& a : acc) a = zero();
+  for (size_t k = 0; k < K; ++k, w += kPanel, from += M) {
+    prefetch((const char*)w + kAhead);
+    V b = get(w);
+    for (int m = 0; m < M; ++m) acc[m] = fma(set1(from[m]), b, acc[m]);
   }
-  for (int m = 0; m < M; ++m)
-    for (int p = 0; p < P; ++p) store(y + m * ld + p * kPanel, acc[m][p]);
+  for (int m = 0; m < M; ++m) store(y + m * ld, acc[m]);
 }
 
-// M rows with one panel of quantised weights. Not several panels at once: weights come from memory
-// in one stream, and two are slower.
+// M rows with one panel of quantised weights.
 template <bool Four, int M>
 void int_panel(const Columns& c, const Rows& x, size_t K, size_t panel, float* y, size_t ld) {
   constexpr size_t kStep = Four ? 8 : 4;  // k in 64 bytes of weights
@@ -147,43 +142,29 @@ void int_panel(const Columns& c, const Rows& x, size_t K, size_t panel, float* y
   for (int m = 0; m < M; ++m) store(y + m * ld, acc[m]);
 }
 
-template <class T, int M>
-void float_rows(const Columns& c, const Rows& x, size_t K, size_t first, size_t last, float* y,
-                size_t ld) {
-  const auto* w = (const T*)c.w;
-  constexpr int P = SLIP_FLOAT_PANELS(M);  // at once, as registers allow
-  size_t p = first;
-  for (; p + P <= last; p += P)
-    float_panels<T, M, P>(w + p * K * kPanel, x.f32, K, y + p * kPanel, ld);
-  for (; p < last; ++p) float_panels<T, M, 1>(w + p * K * kPanel, x.f32, K, y + p * kPanel, ld);
-}
-
-template <bool Four, int M>
-void int_rows(const Columns& c, const Rows& x, size_t K, size_t first, size_t last, float* y,
-              size_t ld) {
-  for (size_t p = first; p < last; ++p) int_panel<Four, M>(c, x, K, p, y + p * kPanel, ld);
-}
-
 // From the number of rows at run time to the kernel made for it.
 template <template <int> class Kernel, int M = kMaxRows>
 void by_rows(const Columns& c, const Rows& x, size_t K, size_t first, size_t last, float* y,
              size_t ld) {
-  if (x.count == M) return Kernel<M>::run(c, x, K, first, last, y, ld);
+  if (x.count == M) {
+    for (size_t p = first; p < last; ++p) Kernel<M>::run(c, x, K, p, y + p * kPanel, ld);
+    return;
+  }
   if constexpr (M > 1) by_rows<Kernel, M - 1>(c, x, K, first, last, y, ld);
 }
 
-#define SLIP_KERNEL(name, function)                                                        \
-  template <int M>                                                                         \
-  struct name {                                                                            \
-    static void run(const Columns& c, const Rows& x, size_t K, size_t first, size_t last,  \
-                    float* y, size_t ld) {                                                 \
-      function(c, x, K, first, last, y, ld);                                               \
-    }                                                                                      \
+#define SLIP_KERNEL(name, function)                                                       \
+  template <int M>                                                                        \
+  struct name {                                                                           \
+    static void run(const Columns& c, const Rows& x, size_t K, size_t panel, float* y,    \
+                    size_t ld) {                                                          \
+      function(c, x, K, panel, y, ld);                                                    \
+    }                                                                                     \
   };
-SLIP_KERNEL(F32Rows, (float_rows<float, M>))
-SLIP_KERNEL(BF16Rows, (float_rows<uint16_t, M>))
-SLIP_KERNEL(Int8Rows, (int_rows<false, M>))
-SLIP_KERNEL(Int4Rows, (int_rows<true, M>))
+SLIP_KERNEL(F32Rows, (float_panel<float, M>))
+SLIP_KERNEL(BF16Rows, (float_panel<uint16_t, M>))
+SLIP_KERNEL(Int8Rows, (int_panel<false, M>))
+SLIP_KERNEL(Int4Rows, (int_panel<true, M>))
 #undef SLIP_KERNEL
 
 inline const Kernels* kernels(const char* name) {

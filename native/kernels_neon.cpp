@@ -1,7 +1,6 @@
 // NEON, as every 64-bit Arm processor has it. 32 registers of 4 floats.
 #define SLIP_NEON
 #define SLIP_NAMESPACE neon
-#define SLIP_FLOAT_PANELS(M) ((M) <= 2 ? 2 : 1)
 #define SLIP_QUERIES 2
 #define SLIP_BLOCKS 2
 #include "kernels_impl.h"

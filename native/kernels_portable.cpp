@@ -1,6 +1,5 @@
 // Plain C++: any processor, and the reference that the others are tested against.
 #define SLIP_NAMESPACE portable
-#define SLIP_FLOAT_PANELS(M) 1
 #define SLIP_QUERIES 2
 #define SLIP_BLOCKS 2
 #include "kernels_impl.h"

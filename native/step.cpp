@@ -104,16 +104,18 @@ Step::Step(const Model& model, const Kernels& kernels, std::shared_ptr<Pool> poo
       scores_(pool_.threads()) {}
 
 // Y = X·Wᵀ + bias for any number of rows. Threads take panels; a panel is used for all blocks of
-// rows while it is in the cache.
+// rows while it is in the cache. Blocks are about the same size: a last one of a row or two would
+// wait for its own sums.
 void Step::product(const Matrix& w, const Floats& bias, const float* x, size_t rows, float* y) {
   size_t blocks = (rows + kMaxRows - 1) / kMaxRows, N = w.rows(), ld = w.panels() * kPanel;
   if (arranged_.size() < blocks) arranged_.resize(blocks);
   std::vector<Rows> parts(blocks);
+  auto start = [&](size_t b) { return rows * b / blocks; };
   pool_.run(blocks, 1, [&](size_t begin, size_t end, int) {
     for (size_t b = begin; b < end; ++b) {
-      int count = (int)std::min<size_t>(kMaxRows, rows - b * kMaxRows);
-      parts[b] = arranged_[b].arrange(kernels_, x + b * kMaxRows * w.columns(), count, w.columns(),
-                                      w.format());
+      int count = (int)(start(b + 1) - start(b));
+      parts[b] =
+          arranged_[b].arrange(kernels_, x + start(b) * w.columns(), count, w.columns(), w.format());
     }
   });
   bool whole = ld == N;
@@ -125,7 +127,7 @@ void Step::product(const Matrix& w, const Floats& bias, const float* x, size_t r
     for (size_t p = begin; p < end; p += kTogether)
       for (size_t b = 0; b < blocks; ++b)
         kernel(w.view(), parts[b], w.columns(), p, std::min(p + kTogether, end),
-               to + b * kMaxRows * ld, ld);
+               to + start(b) * ld, ld);
   });
   for (size_t m = 0; m < rows && (!whole || !bias.empty()); ++m) {
     if (!whole) std::memcpy(y + m * N, to + m * ld, N * 4);

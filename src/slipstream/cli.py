@@ -159,7 +159,11 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("head")
     group.add_argument("--draft-vocab", type=int, default=4096, help="tokens (default 4096)")
     group.add_argument(
-        "--taps", type=_list_of(int), metavar="LIST", help="eagle3: layers, 0 is the embedding"
+        "--taps",
+        type=_list_of(int),
+        default=(),
+        metavar="LIST",
+        help="eagle3: layers, 0 is the embedding",
     )
     group.add_argument("--heads", type=int, help="medusa: drafted positions (default 4)")
     group = parser.add_argument_group("training")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ class TrainConfig:
     keep_answers: bool = False
     draft_vocab: int = 4096
     passes: Any = None
-    taps: Any = None
+    taps: Sequence[int] = ()
     heads: Any = None
     loss: str = "ce"
     options: TrainOptions = field(default_factory=TrainOptions)
@@ -62,14 +63,15 @@ class TrainConfig:
         if self.method not in METHODS:
             raise unknown("method", self.method, METHODS)
         for name, (method, default) in _OF_ONE.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, default)
-            elif method != self.method:
+            unset = getattr(self, name) in (None, ())
+            if method != self.method and not unset:
                 raise SlipstreamError(f"{name} is an option of {method}, not of {self.method}")
+            if method == self.method and unset:
+                object.__setattr__(self, name, default)
+            if method == self.method and name != "taps":
+                require_integer(name, getattr(self, name), 1)
         for name, least in (("tokens", 1), ("max_answer", 8), ("draft_vocab", 2)):
             require_integer(name, getattr(self, name), least)
-        for name in ("passes", "heads"):
-            require_integer(name, getattr(self, name), 1)
         if self.loss not in LOSSES:
             raise unknown("loss", self.loss, tuple(LOSSES))
         if self.keep_answers and self.data == SELF:
