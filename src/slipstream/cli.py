@@ -125,7 +125,7 @@ def _model_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> None:
     group = parser.add_argument_group("speculation")
     group.add_argument(
         "--method",
-        help="eagle3 (default where a head is built in), ngram (else), medusa, draft_model, none",
+        help="ngram, eagle3, medusa, draft_model, none (default: ngram, with a built-in head)",
     )
     group.add_argument(
         "--draft-model",
@@ -135,7 +135,10 @@ def _model_options(parser: argparse.ArgumentParser, max_num_seqs: int) -> None:
     )
     group.add_argument("--num-speculative-tokens", type=int, metavar="K", help="longest draft")
     group.add_argument(
-        "--speculative-config", metavar="JSON", help="all of it, and a method's own options"
+        "--speculative-config",
+        type=_json_of(dict, list),
+        metavar="JSON",
+        help="all of it, a method's own options, or a list of several that draft together",
     )
 
 
@@ -199,13 +202,13 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         "--methods",
         type=words,
         metavar="LIST",
-        help="beside plain decoding (default: ngram, and a built-in head)",
+        help="beside plain decoding (default: ngram, a built-in head, both together)",
     )
     group.add_argument("--draft-model", "--speculative-model", dest="draft_model")
     group.add_argument("--num-speculative-tokens", type=int, metavar="K", help="of --methods")
     group.add_argument(
         "--speculative-config",
-        type=_json_object,
+        type=_json_of(dict, list),
         action="append",
         default=[],
         metavar="JSON",
@@ -265,7 +268,7 @@ def _sampling_options(parser: argparse.ArgumentParser) -> None:
         "--frequency-penalty", type=float, default=0.0, help="the same, by how often they were said"
     )
     group.add_argument(
-        "--logit-bias", type=_json_object, default={}, metavar="JSON", help='{"token id": added}'
+        "--logit-bias", type=_json_of(dict), default={}, metavar="JSON", help='{"token id": added}'
     )
     group.add_argument("--seed", type=int, help="the same seed, the same text (default: a new one)")
     group.add_argument(
@@ -294,14 +297,18 @@ def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return parse
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("not a JSON object")
-    return value
+def _json_of(*kinds: type) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+        if not isinstance(value, kinds):
+            what = " or list" if list in kinds else ""
+            raise argparse.ArgumentTypeError(f"not a JSON object{what}: {text!r}")
+        return value
+
+    return parse
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import SamplingParams, require_integer
+from slipstream.drafters import SpeculativeConfig
 from slipstream.errors import SlipstreamError
-from slipstream.models.head_sources import HEAD_METHODS, default_method, find_head, head_for
-from slipstream.models.sources import find
+from slipstream.speculation_options import method_of, speculative_config
 
 EXIT_OK, EXIT_FAULT, EXIT_INTERRUPTED = 0, 1, 130
 
@@ -30,7 +30,7 @@ def pull(args: Namespace) -> int:
 
 def generate(args: Namespace) -> int:
     prompt = _prompt(args.prompt)
-    params, config = _sampling_params(args), _speculative_config(args)
+    params, config = _sampling_params(args), speculative_config(args)
     if args.compare and config is None:
         raise SlipstreamError("--compare needs a drafter: leave --method none out")
     if args.raw and args.system is not None:
@@ -39,7 +39,7 @@ def generate(args: Namespace) -> int:
 
     llm = _llm(args, config)
     given = prompt if args.raw else _conversation(args.system, prompt)
-    method = config["method"] if config else "none"
+    method = method_of(config)
     if args.compare:
         return _compare(llm, method, given, params, args.json)
     _, err = show.consoles()
@@ -81,7 +81,7 @@ def _compare(llm: Any, method: str, prompt: Any, params: SamplingParams, as_json
 
 
 def chat(args: Namespace) -> int:
-    params, config = _sampling_params(args), _speculative_config(args)
+    params, config = _sampling_params(args), speculative_config(args)
     from slipstream import show
 
     llm = _llm(args, config)
@@ -106,14 +106,14 @@ def chat(args: Namespace) -> int:
             err.print(str(error), markup=False)
             messages.pop()
             continue
-        err.print(show.summary(run, config["method"] if config else "none"), style="dim")
+        err.print(show.summary(run, method_of(config)), style="dim")
         messages.append({"role": "assistant", "content": run.outputs[0].text})
 
 
 def verify(args: Namespace) -> int:
     from slipstream.prompts import BUILT_IN, read_prompts
 
-    config = _speculative_config(args)
+    config = speculative_config(args)
     if config is None:
         raise SlipstreamError("verify needs a drafter: leave --method none out")
     for name, least in (("num_prompts", 1), ("max_tokens", 1), ("repeats", 1), ("seed", 0)):
@@ -133,7 +133,7 @@ def verify(args: Namespace) -> int:
 
     proof = prove(
         llm,
-        config["method"],
+        method_of(config),
         prompts[: args.num_prompts],
         params,
         repeats=0 if args.greedy_only else args.repeats,
@@ -182,7 +182,7 @@ def train(args: Namespace) -> int:
     return EXIT_OK
 
 
-def _llm(args: Namespace, config: dict[str, Any] | None) -> Any:
+def _llm(args: Namespace, config: SpeculativeConfig | None) -> Any:
     first = "slipstream.llm" not in sys.modules
     from slipstream.llm import LLM
 
@@ -263,43 +263,3 @@ def _token_ids(bias: dict[str, Any]) -> dict[int, Any]:
         raise SlipstreamError(
             f"--logit-bias maps token ids to numbers, got {json.dumps(bias)}"
         ) from None
-
-
-def _speculative_config(args: Namespace) -> dict[str, Any] | None:
-    """The options of the command line as one ``speculative_config``; None for plain decoding."""
-    config: dict[str, Any] = {}
-    if args.speculative_config is not None:
-        try:
-            config = json.loads(args.speculative_config)
-        except json.JSONDecodeError as error:
-            raise SlipstreamError(f"--speculative-config is not JSON: {error}") from None
-        if not isinstance(config, dict):
-            raise SlipstreamError("--speculative-config must be a JSON object")
-    for key, value in (
-        ("method", args.method),
-        ("model", args.draft_model),
-        ("num_speculative_tokens", args.num_speculative_tokens),
-    ):
-        if value is None:
-            continue
-        if config.get(key, value) != value:
-            raise SlipstreamError(
-                f"--speculative-config says {key} {config[key]!r}, another option {value!r}: "
-                "give one of them"
-            )
-        config[key] = value
-    if config.get("method") == "none":
-        if len(config) > 1:
-            raise SlipstreamError("--method none takes no other speculation option: leave them out")
-        return None
-    config.setdefault("method", "draft_model" if "model" in config else default_method(args.model))
-    if config["method"] == "draft_model" and "model" not in config:
-        raise SlipstreamError("--method draft_model needs a model: name it with --draft-model")
-    if config["method"] == "draft_model" and isinstance(config["model"], str):
-        find(config["model"])
-    if config["method"] in HEAD_METHODS:
-        find_head(str(config.get("model") or head_for(args.model, config["method"])))
-    from slipstream.drafters import parse
-
-    parse(config)
-    return config

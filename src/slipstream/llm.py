@@ -14,7 +14,7 @@ from slipstream.config import (
     require_integer,
     unknown,
 )
-from slipstream.drafters import Target, parse
+from slipstream.drafters import SpeculativeConfig, Target, parse
 from slipstream.engine import Engine, EngineConfig
 from slipstream.errors import SlipstreamError
 from slipstream.models.load import load
@@ -34,8 +34,9 @@ class LLM:
     model: hub id, folder, GGUF file, or the built-in default. runtime, device, dtype, quantization,
     threads, kv_cache_dtype: see ``config.RuntimeConfig``.
     max_model_len: tokens of prompt and answer together. max_num_seqs: requests in flight.
-    speculative_config: {"method": "ngram" | "eagle3" | …, "num_speculative_tokens": K, …}; None
-    decodes plainly. logprobs_mode: "raw_logprobs" or "processed_logprobs".
+    speculative_config: {"method": "ngram" | "eagle3" | …, "num_speculative_tokens": K, …}, or a
+    list of several that draft together; None decodes plainly.
+    logprobs_mode: "raw_logprobs" or "processed_logprobs".
     notify: is told in a line what takes time (default: stderr).
     """
 
@@ -43,7 +44,7 @@ class LLM:
         self,
         model: str = DEFAULT_MODEL,
         *,
-        speculative_config: Mapping[str, Any] | None = None,
+        speculative_config: SpeculativeConfig | None = None,
         runtime: str = "auto",
         device: str = "auto",
         dtype: str = "auto",
@@ -85,7 +86,7 @@ class LLM:
         self._logprobs_mode = logprobs_mode
         self.engine = self._engine(speculative_config)
 
-    def with_speculation(self, speculative_config: Mapping[str, Any] | None) -> LLM:
+    def with_speculation(self, speculative_config: SpeculativeConfig | None) -> LLM:
         """Another LLM on the same weights, with another drafter or none."""
         other = copy.copy(self)
         other.engine = self._engine(speculative_config)
@@ -197,7 +198,7 @@ class LLM:
         request = self.engine.add(tokens, params)
         return Stream(engine=self.engine, request=request, tokenizer=self.tokenizer, prompt=text)
 
-    def _engine(self, speculative_config: Mapping[str, Any] | None) -> Engine:
+    def _engine(self, speculative_config: SpeculativeConfig | None) -> Engine:
         model = self.model
         speculation = parse(speculative_config) if speculative_config is not None else None
         drafter = None

@@ -19,6 +19,7 @@ from slipstream.drafters.eagle_config import Eagle3Options
 from slipstream.drafters.medusa import MedusaConfig, MedusaDrafter
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.drafters.paths import RankTree, tree_of
+from slipstream.drafters.together import Together
 from slipstream.engine import Engine
 from slipstream.models.medusa import MedusaShape
 from slipstream.runtimes.torch_head import eagle3_head
@@ -106,6 +107,9 @@ DETERMINISTIC: dict[str, MakeDrafter] = {
     "eagle3": lambda _: eagle(tree_width=2, tree_nodes=4),
     "eagle3, chain": lambda _: eagle(tree_width=1),
     "medusa": lambda _: medusa(VOCAB),
+    "together": lambda _: Together(
+        [(NgramDrafter(1, 3), 2), (eagle(tree_width=2, tree_nodes=3), 3), (medusa(VOCAB), 2)]
+    ),
     "medusa, fixed tree": lambda _: medusa(VOCAB, tree=tree_of([[0], [1], [0, 0], [1, 0]])),
 }
 COMBINATIONS: dict[str, tuple[MakeDrafter, str]] = {

@@ -12,8 +12,9 @@ from typing import Any
 from slipstream.bench import picture, suite
 from slipstream.bench.settings import PLAIN, Curve, Settings, label, precisions
 from slipstream.config import require_integer
+from slipstream.drafters import SpeculativeConfig
 from slipstream.errors import SlipstreamError
-from slipstream.models.head_sources import default_method
+from slipstream.models.head_sources import default_config
 
 
 def run(args: Namespace) -> int:
@@ -84,19 +85,21 @@ def _questions(args: Namespace) -> list[suite.Question]:
     return suite.choose(questions, args.category, args.num_prompts)
 
 
-def _speculative_configs(args: Namespace) -> list[dict[str, Any]]:
-    """Of --methods, then of --speculative-config; without either ngram and the model's head that
-    we ship, or the draft model."""
+def _speculative_configs(args: Namespace) -> list[SpeculativeConfig]:
+    """Of --methods, then of --speculative-config; without either the draft model, or what drafts by
+    default: each drafter alone, and all together."""
     methods: Sequence[str] | None = args.methods
+    together: list[SpeculativeConfig] = []
     if methods is None and not args.speculative_config:
-        own = list(dict.fromkeys(["ngram", default_method(args.model)]))
-        methods = own if args.draft_model is None else ["draft_model"]
+        own = default_config(args.model) if args.draft_model is None else []
+        methods = [part["method"] for part in own] or ["draft_model"]
+        together = [own] if len(own) > 1 else []
     methods = [name for name in methods or () if name not in (PLAIN, "none")]
     if "draft_model" in methods and args.draft_model is None:
         raise SlipstreamError("the method draft_model needs --draft-model: name one")
     if args.draft_model is not None and "draft_model" not in methods:
         raise SlipstreamError("--draft-model is for draft_model: add it to --methods")
-    configs: list[dict[str, Any]] = []
+    configs: list[SpeculativeConfig] = []
     for name in methods:
         config: dict[str, Any] = {"method": name}
         if name == "draft_model":
@@ -104,7 +107,7 @@ def _speculative_configs(args: Namespace) -> list[dict[str, Any]]:
         if args.num_speculative_tokens is not None:
             config["num_speculative_tokens"] = args.num_speculative_tokens
         configs.append(config)
-    return configs + list(args.speculative_config)
+    return [*configs, *together, *args.speculative_config]
 
 
 def _peers(given: Sequence[str]) -> dict[str, str]:

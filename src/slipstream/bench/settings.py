@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.config import RuntimeConfig, SamplingParams, require_integer
-from slipstream.drafters import parse
+from slipstream.drafters import SpeculativeConfig, parse
 from slipstream.errors import SlipstreamError
 from slipstream.models.sources import DEFAULT_MODEL
 from slipstream.runtimes import Runtime
@@ -43,7 +43,7 @@ class Settings:
     all_turns: of a question, not only the first. peers: name → path, see ``bench.peers``.
     """
 
-    methods: Mapping[str, Mapping[str, Any]]
+    methods: Mapping[str, SpeculativeConfig]
     model: str = DEFAULT_MODEL
     precisions: Sequence[RuntimeConfig] = (RuntimeConfig(),)
     temperatures: Sequence[float] = (0.0,)
@@ -120,15 +120,16 @@ def precision_of(config: RuntimeConfig, runtime: Runtime) -> str:
     return SHORT[str(stored).removeprefix("torch.")]
 
 
-def label(configs: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def label(configs: Iterable[SpeculativeConfig]) -> dict[str, SpeculativeConfig]:
     """Each ``speculative_config`` under its method's name, and its options where two share it."""
     configs = list(configs)
     counts = Counter(parse(config).method for config in configs)
-    found: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, SpeculativeConfig] = {}
     for config in configs:
         name = parse(config).method
         if counts[name] > 1:
-            options = (f"{key}={value}" for key, value in config.items() if key != "method")
+            parts = [config] if isinstance(config, Mapping) else config
+            options = (f"{k}={v}" for part in parts for k, v in part.items() if k != "method")
             name = " ".join([name, *options])
         if name in found:
             raise SlipstreamError(f"the method {name} is there twice: leave one out")

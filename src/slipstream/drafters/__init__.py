@@ -66,7 +66,8 @@ class Target:
 class DrafterConfig(Protocol):
     """A method's own options: a frozen dataclass whose ``build`` makes the drafter."""
 
-    num_speculative_tokens: int
+    @property
+    def num_speculative_tokens(self) -> int: ...
 
     def build(self, target: Target) -> Drafter: ...
 
@@ -92,11 +93,44 @@ class Speculation:
     rejection_sample_method: str = "standard"
 
 
-def parse(values: Mapping[str, Any]) -> Speculation:
+SpeculativeConfig = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""Of the user: a drafter's method and options, or a list of several that draft together."""
+
+
+def parse(values: SpeculativeConfig) -> Speculation:
     """Check a ``speculative_config`` before anything is loaded.
 
-    Raises SlipstreamError for an unknown method or key, or a value out of range.
+    Raises SlipstreamError for an unknown method or key, a value out of range, or drafters that
+    can't draft together.
     """
+    if isinstance(values, Mapping):
+        return _parse_one(values)
+    listed = isinstance(values, Sequence) and not isinstance(values, str)
+    if not listed or not values or not all(isinstance(one, Mapping) for one in values):
+        raise SlipstreamError(
+            f"speculative_config takes a method with its options, or a list of such, got {values!r}"
+        )
+    parts = [_parse_one(one) for one in values]
+    if len(parts) == 1:
+        return parts[0]
+    for part in parts:
+        if getattr(part.drafter, "draft_sample_method", "greedy") != "greedy":
+            raise SlipstreamError(
+                f"several drafters make one tree of their likeliest tokens: give {part.method} "
+                'draft_sample_method "greedy" there'
+            )
+        if part.rejection_sample_method != "standard":
+            raise SlipstreamError(
+                f"{part.method} with {part.rejection_sample_method!r} acceptance drafts alone, "
+                "not in a list"
+            )
+    from slipstream.drafters.together import TogetherConfig
+
+    together = TogetherConfig(parts=[part.drafter for part in parts])
+    return Speculation(method="+".join(part.method for part in parts), drafter=together)
+
+
+def _parse_one(values: Mapping[str, Any]) -> Speculation:
     options = dict(values)
     method = options.pop("method", "draft_model" if "model" in options else None)
     if method is None:

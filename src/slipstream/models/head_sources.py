@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.models.sources import HUB_FILES, HUB_ID, PATH_STARTS, Notify, hub_folder, say
@@ -13,9 +14,12 @@ OWN_HEADS = Path(__file__).parent.parent / "heads"
 _FILES = [*HUB_FILES, "medusa_lm_head.pt", "pytorch_model.bin"]  # pickled ones are read too
 
 
-def default_method(model: str) -> str:
-    """What drafts unless the user says otherwise: the head that we ship, or the text itself."""
-    return "eagle3" if own_head(model, "eagle3") else "ngram"
+def default_config(model: str) -> list[dict[str, Any]]:
+    """What drafts unless the user says otherwise: the text itself, and the head that we ship."""
+    if not own_head(model, "eagle3"):
+        return [{"method": "ngram"}]
+    # matches of a single token are left to the head, which guesses better
+    return [{"method": "ngram", "prompt_lookup_min": 2}, {"method": "eagle3"}]
 
 
 def own_head(model: str, method: str) -> str:
