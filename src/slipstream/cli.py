@@ -160,11 +160,13 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         "--keep-answers", action="store_true", help="learn those of the file, not the model's own"
     )
     group = parser.add_argument_group("head")
-    group.add_argument("--draft-vocab", type=int, default=4096, help="tokens (default 4096)")
+    group.add_argument(
+        "--init", default="", metavar="HEAD", help="train this one on, instead of a new one"
+    )
+    group.add_argument("--draft-vocab", type=int, help="tokens (default 4096)")
     group.add_argument(
         "--taps",
         type=_list_of(int),
-        default=(),
         metavar="LIST",
         help="eagle3: layers, 0 is the embedding",
     )

@@ -14,6 +14,7 @@ from slipstream.models.eagle3_module import Eagle3Module, rotate
 from slipstream.runtimes.torch_head import eagle3_head
 from slipstream.train import copying
 from slipstream.train import eagle3 as recipe
+from slipstream.train.eagle3_loss import Batch, Collate
 from slipstream.train.features import Example
 from slipstream.train.text import Conversation
 
@@ -33,16 +34,16 @@ def examples() -> Sequence[Example]:
     return with_features(conversations, TAPS)
 
 
-def new_head(draft_vocab: int) -> tuple[Eagle3Module, recipe.Collate]:
+def new_head(draft_vocab: int) -> tuple[Eagle3Module, Collate]:
     ids = list(range(draft_vocab))
     config = recipe.config_of(target(), TAPS, draft_vocab)
     known = copying.sample(examples(), config.hidden)
     torch.manual_seed(0)
     module = recipe.initial(target(), config, ids, known)
-    return module, recipe.Collate(target(), ids, known.size, 2, torch.device("cpu"))
+    return module, Collate(target(), ids, known.size, 2, torch.device("cpu"))
 
 
-def loss_of(module: Eagle3Module, batch: recipe.Batch) -> float:
+def loss_of(module: Eagle3Module, batch: Batch) -> float:
     with torch.no_grad():
         hidden = module.fuse(batch.features)
         return copying.attention_loss(module, batch.tokens, hidden, batch.inside).item()

@@ -23,6 +23,7 @@ from slipstream.runtimes.torch_head import eagle3_head
 from slipstream.train import eagle3 as recipe
 from slipstream.train import features, loop, text
 from slipstream.train.config import TrainConfig, TrainOptions
+from slipstream.train.eagle3_loss import Batch, Collate
 from slipstream.train.questions import read_questions
 from slipstream.train.target import read_target
 from slipstream.train.unroll import unroll
@@ -54,6 +55,51 @@ def test_medusa_heads_come_from_the_same_command(tmp_path: Path) -> None:
     assert log[-1]["tau"] > log[0]["tau"]
     assert found["mean_tokens_per_step"]["chain, T=0"] > 1.1
     assert "3 Medusa heads" in (Path(found["head"]) / "README.md").read_text()
+
+
+def test_options_left_out_are_the_methods_own(tmp_path: Path) -> None:
+    settings = tiny_eagle.config(tmp_path / "own", passes=None, taps=None, epochs=1)
+    head = eagle3.read(Path(tiny_eagle.run(settings)["head"]), "head")
+    assert head.config.taps == recipe.default_taps(tiny_llm.llm().model.runtime.layers)
+
+
+def trained_on(head: Path, out: Path, **changes: Any) -> TrainConfig:
+    sizes = {"taps": None, "heads": None, "draft_vocab": None}
+    return tiny_eagle.config(out, init=str(head), epochs=1, **(sizes | changes))
+
+
+def test_a_head_is_trained_on(tmp_path: Path) -> None:
+    """It goes on from what it was, however small the step."""
+    first, _ = tiny_eagle.trained()
+    settings = trained_on(first, tmp_path / "on", learning_rate=1e-6)
+    second = Path(tiny_eagle.run(settings)["head"])
+    for name, tensor in weights(first).items():
+        torch.testing.assert_close(weights(second)[name], tensor, atol=2e-3, rtol=1e-2)
+    before, after = loop.read_log(first / loop.LOG)[-1], loop.read_log(second / loop.LOG)[-1]
+    assert after["tau"] == pytest.approx(before["tau"], abs=0.02)
+    assert after["loss"] == pytest.approx(before["loss"], rel=0.5)
+
+
+def test_medusa_heads_are_trained_on(tmp_path: Path) -> None:
+    settings = tiny_eagle.config(tmp_path / "heads", method="medusa", heads=2, epochs=1)
+    first = Path(tiny_eagle.run(settings)["head"])
+    settings = trained_on(first, tmp_path / "on", method="medusa", learning_rate=1e-6)
+    second = Path(tiny_eagle.run(settings)["head"])
+    before, after = (medusa.read(folder, "heads").tensors for folder in (first, second))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, atol=2e-3, rtol=1e-2)
+
+
+def test_a_head_to_train_on_must_fit(tmp_path: Path) -> None:
+    head, _ = tiny_eagle.trained()
+    with pytest.raises(SlipstreamError, match="has its own draft_vocab"):
+        trained_on(head, tmp_path, draft_vocab=30)
+    with pytest.raises(SlipstreamError, match="no draft head 'nowhere'"):
+        trained_on(Path("nowhere"), tmp_path)
+    with pytest.raises(SlipstreamError, match="has neither medusa_lm_head"):
+        tiny_eagle.run(trained_on(head, tmp_path, method="medusa"))
+    assert [path.name for path in tmp_path.iterdir()] == []
 
 
 class Killed(BaseException):
@@ -146,7 +192,7 @@ def test_which_position_learns_what(tmp_path: Path) -> None:
     module = Eagle3Module(weights.config, target.embedding)
     module.load_state_dict({k: v.float() for k, v in weights.tensors.items() if "2" not in k})
     size = torch.ones(weights.config.features)  # what is on disk takes features as they are
-    collate = recipe.Collate(target, ids, size, passes, torch.device("cpu"))
+    collate = Collate(target, ids, size, passes, torch.device("cpu"))
     with torch.autocast("cpu", enabled=False):
         batch = collate([example])
         found = unroll(module, batch.tokens, module.fuse(batch.features), batch.counts, passes)
@@ -194,7 +240,7 @@ def test_later_passes_run_only_the_rows_they_need(passes: int, kv_heads: int) ->
     for b, (begin, end) in enumerate(((3, 9), (5, 12), (3, 4), (6, 6))):
         counts[b, begin:end] = True
     counts[0, 5] = False  # of a token that the draft vocabulary doesn't have
-    batch = recipe.Batch(
+    batch = Batch(
         tokens=torch.randint(config.vocab, counts.shape),
         features=torch.randn(*counts.shape, config.features),
         inside=torch.ones_like(counts),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.eagle3_module import Eagle3Module
-from slipstream.train.eagle3 import Batch
+from slipstream.train.eagle3_loss import Batch
 
 
 def seen(rows: int, index: int) -> Tensor:

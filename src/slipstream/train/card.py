@@ -14,18 +14,17 @@ from slipstream.train.text import Conversation
 def write_card(
     target: TargetParts,
     what: str,
-    draft_vocab: int,
     conversations: Sequence[Conversation],
     tau: Mapping[str, float],
     command: str,
 ) -> str:
-    """README.md of a head. what: it is, a sentence without its end."""
+    """README.md of a head. what: it is, in a sentence."""
     tokens, answers = sum(map(len, conversations)), sum(len(c.answer) for c in conversations)
     rows = "\n".join(f"| {name} | {value:.2f} |" for name, value in tau.items())
     return f"""# A draft head for {target.name}
 
-{what}; draft vocabulary of {draft_vocab} of {target.config.vocab_size} tokens. Trained on
-{len(conversations)} conversations: {tokens:,} tokens, {answers:,} of them answers.
+{what}
+Trained on {len(conversations)} conversations: {tokens:,} tokens, {answers:,} of them answers.
 
 | on held-out prompts of the training text | tokens per step (τ) |
 | --- | --- |

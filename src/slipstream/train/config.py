@@ -10,12 +10,15 @@ from typing import Any
 
 from slipstream.config import require, require_integer, unknown
 from slipstream.errors import SlipstreamError
+from slipstream.models.head_sources import find_head
 from slipstream.train.questions import read_questions
 
 SELF = "self"
 LOSSES = {"ce": 0.0, "ce+l1": 0.9}  # the share of the second term
+DRAFT_VOCAB = 4096  # where nothing else is asked for
 METHODS = ("eagle3", "medusa")
-_OF_ONE = {"passes": ("eagle3", 3), "taps": ("eagle3", ()), "heads": ("medusa", 4)}
+_OF_ONE = {"passes": "eagle3", "taps": "eagle3", "heads": "medusa"}
+_OF_THE_HEAD = ("draft_vocab", "taps", "heads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,36 +45,42 @@ class TrainOptions:
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """method: "eagle3" or "medusa". out: folder of the head and of everything that a resumed run
-    needs. data: "self" or a JSONL file. tokens: of the training text where it is the target's own.
-    keep_answers: those of the file. Of EAGLE-3 alone: passes of the training-time test; taps,
-    layers to look at, () for ``default_taps``. Of Medusa alone: heads, one a drafted position."""
+    needs. init: a head to train on instead of a new one, with its sizes: a folder, a hub id or a
+    built-in one. data: "self" or a JSONL file. tokens: of the training text where it is the
+    target's own. keep_answers: those of the file. draft_vocab: tokens (None: ``DRAFT_VOCAB``).
+    Of EAGLE-3 alone: passes of the training-time test (None: 3); taps, layers to look at (None:
+    those of ``train.eagle3``). Of Medusa alone: heads, one a drafted position (None: 4)."""
 
     method: str
     out: Path
+    init: str = ""
     data: str = SELF
     tokens: int = 1_000_000
     max_answer: int = 192
     keep_answers: bool = False
-    draft_vocab: int = 4096
-    passes: Any = None
-    taps: Sequence[int] = ()
-    heads: Any = None
+    draft_vocab: int | None = None
+    passes: int | None = None
+    taps: Sequence[int] | None = None
+    heads: int | None = None
     loss: str = "ce"
     options: TrainOptions = field(default_factory=TrainOptions)
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise unknown("method", self.method, METHODS)
-        for name, (method, default) in _OF_ONE.items():
-            unset = getattr(self, name) in (None, ())
-            if method != self.method and not unset:
+        for name, method in _OF_ONE.items():
+            if getattr(self, name) is not None and method != self.method:
                 raise SlipstreamError(f"{name} is an option of {method}, not of {self.method}")
-            if method == self.method and unset:
-                object.__setattr__(self, name, default)
-            if method == self.method and name != "taps":
-                require_integer(name, getattr(self, name), 1)
-        for name, least in (("tokens", 1), ("max_answer", 8), ("draft_vocab", 2)):
+        for name, least in (("draft_vocab", 2), ("passes", 1), ("heads", 1)):
+            if getattr(self, name) is not None:
+                require_integer(name, getattr(self, name), least)
+        for name, least in (("tokens", 1), ("max_answer", 8)):
             require_integer(name, getattr(self, name), least)
+        if self.init:
+            find_head(self.init)
+            given = [name for name in _OF_THE_HEAD if getattr(self, name) is not None]
+            if given:
+                raise SlipstreamError(f"--init {self.init} has its own {given[0]}: leave it out")
         if self.loss not in LOSSES:
             raise unknown("loss", self.loss, tuple(LOSSES))
         if self.keep_answers and self.data == SELF:

@@ -8,7 +8,7 @@ Shapes: K heads · N rows, those of all answers one after the other · h hidden 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from slipstream.models import medusa as checkpoint
 from slipstream.models.head_files import vocabulary_maps
+from slipstream.models.head_sources import resolve_head
 from slipstream.models.medusa import MedusaHeads, MedusaShape
 from slipstream.models.medusa_module import MedusaModule
-from slipstream.train.config import LOSSES, TrainConfig
-from slipstream.train.eagle3 import loss_of
+from slipstream.train.config import DRAFT_VOCAB, LOSSES, TrainConfig
+from slipstream.train.eagle3_loss import loss_of
 from slipstream.train.features import Entry, Example
 from slipstream.train.target import DraftVocabulary, TargetParts
 
@@ -179,19 +180,35 @@ class MedusaTask:
 
     def describe(self) -> str:
         shape = self.module.shape
-        return f"{shape.heads} Medusa heads, residual blocks in each: {shape.layers}"
+        return (
+            f"{shape.heads} Medusa heads, residual blocks in each: {shape.layers}; draft "
+            f"vocabulary of {shape.draft_vocab} of {shape.vocab} tokens."
+        )
+
+
+def taps_of(config: TrainConfig, layers: int) -> tuple[int, ...]:
+    """None beside the last layer's output."""
+    return ()
 
 
 def task_of(
     target: TargetParts,
     config: TrainConfig,
-    ids: Sequence[int],
     learnt: Sequence[Entry],
     check: Sequence[Sequence[Example]],
+    common: Callable[[int], Sequence[int]],
     device: torch.device,
 ) -> MedusaTask:
-    """New heads and all that trains them; ids: of their draft vocabulary. learnt: heads begin
-    without looking at it."""
-    shape = shape_of(target, heads=config.heads, draft_vocab=len(ids))
-    module = initial(target, shape, ids).to(device)
-    return MedusaTask(module, Collate(target, ids, device), check, l1=LOSSES[config.loss])
+    """As in ``train.run.Recipe``; new heads begin without looking at what is learnt."""
+    if config.init:
+        heads = checkpoint.read(resolve_head(config.init), config.init)
+        ids: Sequence[int] = heads.target_ids.tolist()
+        module = MedusaModule(heads.shape)
+        module.load_state_dict({name: heads.tensors[name].float() for name in module.state_dict()})
+    else:
+        ids = common(config.draft_vocab or DRAFT_VOCAB)
+        module = initial(
+            target, shape_of(target, heads=config.heads or 4, draft_vocab=len(ids)), ids
+        )
+    collate = Collate(target, ids, device)
+    return MedusaTask(module.to(device), collate, check, l1=LOSSES[config.loss])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,14 +42,33 @@ class HeadTask(loop.Task, Protocol):
     def write(self, folder: Path) -> None: ...
 
     def describe(self) -> str:
-        """What it is, a sentence without its end."""
+        """What it is, in a sentence."""
         ...
 
 
-_TASKS: Mapping[str, Callable[..., HeadTask]] = {
-    "eagle3": eagle3.task_of,
-    "medusa": medusa.task_of,
-}
+class Recipe(Protocol):
+    """How a method's heads are trained: one of the modules of that name."""
+
+    def taps_of(self, config: TrainConfig, layers: int) -> Sequence[int]:
+        """The layers that a head looks at; layers: of the target. The last one's output is kept in
+        any case."""
+        ...
+
+    def task_of(
+        self,
+        target: TargetParts,
+        config: TrainConfig,
+        learnt: Sequence[Entry],
+        check: Sequence[Sequence[features.Example]],
+        common: Callable[[int], Sequence[int]],
+        device: torch.device,
+    ) -> HeadTask:
+        """A new head, or the one to train on. common: how many → the commonest tokens of the
+        answers, ascending."""
+        ...
+
+
+_RECIPES: Mapping[str, Recipe] = {"eagle3": eagle3, "medusa": medusa}
 Bar = Callable[[str, int], Any]
 """(what, total) → a context; its value takes (done, a word on how it goes)."""
 
@@ -63,18 +82,20 @@ def train(
     """
     runtime = llm.model.runtime
     target = read_target(llm.model.name)
-    if config.method == "eagle3" and not config.taps:
-        config = replace(config, taps=eagle3.default_taps(runtime.layers))
-    if not all(0 <= layer <= runtime.layers for layer in config.taps):
-        raise SlipstreamError(f"--taps {config.taps}: {target.name} has {runtime.layers} layers")
+    recipe = _RECIPES[config.method]
+    if config.init:  # what doesn't fit is said as where it drafts
+        llm.with_speculation({"method": config.method, "model": config.init})
+    taps = recipe.taps_of(config, runtime.layers)
+    if not all(0 <= layer <= runtime.layers for layer in taps):
+        raise SlipstreamError(f"--taps {taps}: {target.name} has {runtime.layers} layers")
     _begin(llm, config)
-    conversations = _text(llm, target, config, bar)
-    learnt, check = _features(llm, conversations, config, bar, notify)
+    conversations = _text(llm, target, config, taps, bar)
+    learnt, check = _features(llm, conversations, config, taps, bar, notify)
     device = runtime.embedding.device if hasattr(runtime, "embedding") else torch.device("cpu")
     torch.set_num_threads(llm.runtime_config.threads or physical_cores())  # native left one
     torch.manual_seed(config.options.seed)
-    ids = text.draft_vocabulary(conversations, config.draft_vocab)
-    task = _TASKS[config.method](target, config, ids, learnt, check, device)
+    common = partial(text.draft_vocabulary, conversations)
+    task = recipe.task_of(target, config, learnt, check, common, device)
     with bar("training", loop.steps_of(learnt, config.options)) as show:
         loop.fit(task, learnt, config.out / "state", config.options, show, device=device)
     head = config.out / "head"
@@ -84,7 +105,7 @@ def train(
     log = config.out / "state" / loop.LOG
     shutil.copyfile(log, head / loop.LOG)
     draw(head / "curves.png", loop.read_log(log))
-    card = write_card(target, task.describe(), len(ids), conversations, tau, command)
+    card = write_card(target, task.describe(), conversations, tau, command)
     (head / "README.md").write_text(card, encoding="utf-8")
     return {"head": str(head), "mean_tokens_per_step": tau}
 
@@ -107,17 +128,19 @@ def _begin(llm: Any, config: TrainConfig) -> None:
     path.write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
 
 
-def _text(llm: Any, target: TargetParts, config: TrainConfig, bar: Bar) -> list[Conversation]:
+def _text(
+    llm: Any, target: TargetParts, config: TrainConfig, taps: Sequence[int], bar: Bar
+) -> list[Conversation]:
     path = config.out / "text.jsonl"
     if config.data == SELF:
-        recorder, reader = Recorder(config.taps, llm.model.runtime.layers), Reader(target)
+        recorder, reader = Recorder(taps, llm.model.runtime.layers), Reader(target)
 
         def example(conversation: Conversation) -> features.Example | None:
             rows = recorder.take(conversation)
             return None if rows is None else reader.example(conversation, rows)
 
         def keep(made: Sequence[Conversation]) -> None:
-            features.keep(made, config.taps, config.out / "features", example)
+            features.keep(made, taps, config.out / "features", example)
 
         with bar("text of the model's own", config.tokens) as show:
             text.make(
@@ -155,11 +178,12 @@ def _features(
     llm: Any,
     conversations: Sequence[Conversation],
     config: TrainConfig,
+    taps: Sequence[int],
     bar: Bar,
     notify: Callable[[str], None],
 ) -> tuple[list[Entry], list[list[features.Example]]]:
     """What is learnt, and what is held out, in batches."""
-    folder, taps = config.out / "features", config.taps
+    folder = config.out / "features"
     needed = features.bytes_needed(conversations, llm.model.runtime.hidden_size, len(taps))
     notify(
         f"{len(conversations)} conversations, {sum(map(len, conversations)):,} tokens; their "
