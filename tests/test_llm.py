@@ -12,6 +12,9 @@ import tiny_llm
 
 from slipstream import LLM, SamplingParams, SlipstreamError
 from slipstream.compare import compare
+from slipstream.models.head_sources import default_config
+from slipstream.models.sources import DEFAULT_MODEL
+from slipstream.prompts import BUILT_IN
 from slipstream.proof.identity import compare_tokens, target_logits
 from slipstream.stream import RequestOutput
 
@@ -594,6 +597,29 @@ def test_the_default_model_says_the_same_with_ngram(default: LLM) -> None:
     assert found.identical
     assert found.mismatch is None
     assert found.speculative.metrics.accepted > 0
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(
+    ("config", "least"),
+    [
+        ({"method": "eagle3"}, 1.7),
+        ({"method": "eagle3", "tree_width": 1}, 1.5),
+        ({"method": "medusa"}, 1.4),
+        (default_config(DEFAULT_MODEL), 1.8),
+    ],
+    ids=["eagle3", "eagle3, chain", "medusa", "default"],
+)
+def test_built_in_heads_say_the_same_in_fewer_steps(
+    default: LLM, config: Any, least: float, temperature: float
+) -> None:
+    fast = default.with_speculation(config)
+    prompts = [[{"role": "user", "content": text}] for text in BUILT_IN]
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=48)
+    found = [ids(run) for run in fast.chat(prompts, params)]
+    assert found == [ids(run) for run in default.chat(prompts, params)]
+    assert fast.engine.metrics.mean_tokens_per_step > (1.3 if temperature else least)
 
 
 @pytest.mark.model
