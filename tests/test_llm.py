@@ -606,12 +606,11 @@ def test_the_default_model_says_the_same_with_ngram(default: LLM) -> None:
     [
         ({"method": "eagle3"}, 1.7),
         ({"method": "eagle3", "tree_width": 1}, 1.5),
-        ({"method": "medusa"}, 1.4),
         (default_config(DEFAULT_MODEL), 1.8),
     ],
-    ids=["eagle3", "eagle3, chain", "medusa", "default"],
+    ids=["eagle3", "eagle3, chain", "default"],
 )
-def test_built_in_heads_say_the_same_in_fewer_steps(
+def test_the_built_in_head_says_the_same_in_fewer_steps(
     default: LLM, config: Any, least: float, temperature: float
 ) -> None:
     fast = default.with_speculation(config)
