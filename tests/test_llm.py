@@ -618,7 +618,8 @@ def test_the_built_in_head_says_the_same_in_fewer_steps(
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=48)
     found = [ids(run) for run in fast.chat(prompts, params)]
     assert found == [ids(run) for run in default.chat(prompts, params)]
-    assert fast.engine.metrics.mean_tokens_per_step > (1.3 if temperature else least)
+    # a head that stopped fitting its target has about 1; what ours reaches is the bench's to say
+    assert fast.engine.metrics.mean_tokens_per_step > (1.2 if temperature else least)
 
 
 @pytest.mark.model
