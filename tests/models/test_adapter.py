@@ -157,6 +157,19 @@ def test_layer_types_that_are_no_softmax_attention_are_refused(layer_types: list
             {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 2},
             "RwkvSelfAttention",
         ),
+        (  # a hybrid: its attention layers are of the registry
+            "Lfm2",
+            {
+                "vocab_size": 9,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "num_hidden_layers": 2,
+                "layer_types": ["conv", "full_attention"],
+            },
+            "Lfm2ShortConv",
+        ),
     ],
 )
 def test_a_recurrent_model_is_refused_by_the_name_of_its_layers(

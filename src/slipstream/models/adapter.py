@@ -18,6 +18,8 @@ from transformers import AttentionInterface
 from slipstream.errors import SlipstreamError
 
 ATTENTION = "slipstream_two_part"
+_BRANCHABLE = {"full_attention", "sliding_attention", "chunked_attention", "moe"}
+_RECURRENT = ("mixer", "recurrentblock", "deltanet", "lstmlayer", "selfattention", "shortconv")
 
 
 @dataclass(kw_only=True)
@@ -137,11 +139,12 @@ TESTED = [
 def check_model(model: Any, name: str) -> None:
     """Raise if a model class keeps a state of its own or bypasses the attention registry."""
     kind = model.config.model_type
-    if getattr(model, "_is_stateful", False):
-        layers = sorted({type(m).__name__ for m in model.modules() if _is_recurrent(m)})
+    layers = _stateful_layers(model)
+    if layers:
         raise SlipstreamError(
-            f"{name} ({kind}) has recurrent layers ({', '.join(layers)}): their state can't be "
-            "branched yet; choose a model with attention in every layer"
+            f"{name} ({kind}) has layers with a state of their own, as recurrent ones have "
+            f"({', '.join(layers)}): it can't be branched yet; choose a model with plain "
+            "attention in every layer"
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise SlipstreamError(
@@ -150,10 +153,18 @@ def check_model(model: Any, name: str) -> None:
         )
 
 
-def _is_recurrent(module: torch.nn.Module) -> bool:
-    name = type(module).__name__.lower()
-    endings = ("mixer", "recurrentblock", "deltanet", "lstmlayer", "selfattention", "shortconv")
-    return name.endswith(endings)
+def _stateful_layers(model: Any) -> list[str]:
+    """The classes of layers that keep more than keys and values, else the kinds the config names.
+
+    transformers said so of a whole model up to 5.24 (``_is_stateful``); since then the kinds of its
+    layers tell, but for the few that name none (RWKV, xLSTM).
+    """
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _BRANCHABLE
+    names = {type(m).__name__ for m in model.modules()}
+    always = {n for n in names if n.startswith(("Rwkv", "xLSTM"))}
+    if not (kinds or always or getattr(model, "_is_stateful", False)):
+        return []
+    return sorted(n for n in names if n.lower().endswith(_RECURRENT)) or sorted(kinds)
 
 
 class FunctionalModel:
